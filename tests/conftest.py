@@ -1,0 +1,73 @@
+"""What holds for every test: fixed seeds, one thread, no network, a folder of its own, no lucky memory."""
+
+import random
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+# The suite that must always pass draws the same examples every time; `make test-long` draws new ones.
+settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
+settings.register_profile("long", deadline=None, max_examples=2000, print_blob=True)
+settings.load_profile("fixed")
+
+# torch lists the functions that `with torch.device(...)` redirects when it first needs them; that must be
+# before `_no_lucky_memory` replaces some.
+with torch.device("meta"):
+    torch.empty(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seeds() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run in a fresh folder, so that `runs/` and other relative names end up there."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a test tried to use the network")
+
+    for name in ("connect", "connect_ex", "sendto"):
+        monkeypatch.setattr(socket.socket, name, refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+@pytest.fixture(autouse=True)
+def _no_lucky_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill what torch leaves uninitialized with NaN, so that reading it before writing shows."""
+
+    def filled(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def make_filled(*args: Any, **kwargs: Any) -> torch.Tensor:
+            tensor = make(*args, **kwargs)
+            if tensor.is_floating_point() and not tensor.requires_grad:
+                tensor.fill_(torch.nan)
+            return tensor
+
+        return make_filled
+
+    monkeypatch.setattr(torch, "empty", filled(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", filled(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", filled(torch.Tensor.new_empty))

@@ -1,0 +1,64 @@
+"""Every training setting, once: type, default, bound and help; flags and YAML in, YAML out.
+
+A setting is one line in `sections.py`. Flags, YAML keys, help, bounds and error texts derive from it through
+`LEAVES`; leaf names are unique over all sections, so that flags stay flat. The three entrances
+
+    ModelConfig(n_layer=4)        Python
+    model: {n_layer: 4}           YAML, `read_settings`: every value keeps its `file:line`
+    --n-layer 4                   flags, `from_flags`
+
+run the same checks and meet in `build`, which gives a `Config` or says which flag or line is at fault.
+"""
+
+from txlcli.config.sections import (
+    LEAVES,
+    LENGTHS,
+    PANELS,
+    SECTIONS,
+    Config,
+    DataConfig,
+    MachineConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+    build,
+    build_section,
+    flatten,
+    from_flags,
+    leaf,
+    override,
+)
+from txlcli.config.setting import DEFAULT, FLAG, Leaf, Settings, Sourced, check, parse
+from txlcli.config.yaml_file import dump, find_preset, load, presets, read_origins, read_settings
+
+__all__ = [
+    "DEFAULT",
+    "FLAG",
+    "LEAVES",
+    "LENGTHS",
+    "PANELS",
+    "SECTIONS",
+    "Config",
+    "DataConfig",
+    "Leaf",
+    "MachineConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "Settings",
+    "Sourced",
+    "TrainConfig",
+    "build",
+    "build_section",
+    "check",
+    "dump",
+    "find_preset",
+    "flatten",
+    "from_flags",
+    "leaf",
+    "load",
+    "override",
+    "parse",
+    "presets",
+    "read_origins",
+    "read_settings",
+]

@@ -1,0 +1,391 @@
+"""All settings, one line each, and how what is set becomes a config."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from txlcli import UserError
+from txlcli.config.setting import (
+    DEFAULT,
+    FLAG,
+    Leaf,
+    Settings,
+    Sourced,
+    check,
+    fault_at,
+    is_file_line,
+    leaves_of,
+    option,
+    parse,
+    quoted,
+    shown,
+    suggestion,
+)
+
+
+class SettingError(UserError):
+    """A rule broken by one setting, or by several together: which ones, and the fault without its place.
+
+    `build` turns it into a `UserError` at the flag or file line that brought the fault in.
+    """
+
+    def __init__(self, names: Sequence[str], text: str):
+        super().__init__(f"{names[0]}: {text}")
+        self.names = tuple(names)
+        self.text = text
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The text, its split and its tokenizer."""
+
+    corpus: tuple[str, ...] = option((), "text files, folders, or - for standard input", metavar="CORPUS...")
+    tokenizer: Literal["byte", "char", "word", "sentencepiece"] = option(
+        "sentencepiece", "unit of the vocabulary", is_planned=True, shapes_weights=True
+    )
+    vocab_size: int | None = option(
+        None,
+        "upper bound of the vocabulary",
+        min=1,
+        is_planned=True,
+        shapes_weights=True,
+        more="The text may allow fewer; the size reached is printed. None: all units of the training text.",
+    )
+    encoding: str = option("utf-8", "encoding of the text files", metavar="NAME")
+    encoding_errors: Literal["strict", "replace"] = option("strict", "bytes that the encoding does not allow")
+    valid: str | None = option(None, "held-out text file", metavar="FILE")
+    valid_fraction: float | None = option(
+        None,
+        "share of the corpus held out, from its end; none: 5 %, at most 5 MB",
+        min=0,
+        below=1,
+        metavar="F",
+        more="0: nothing is held out, and the last checkpoint counts as best.",
+    )
+    test: str | None = option(None, "text file for a final score, never used in training", metavar="FILE")
+    init: str | None = option(None, "run whose weights and tokenizer to start from", metavar="RUN")
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        try:
+            # Refuses codecs between bytes, such as hex, which `codecs.lookup` would let through.
+            "".encode(self.encoding)
+        except (LookupError, UnicodeError):
+            raise SettingError(
+                ["encoding"],
+                f"must be an encoding; got {quoted(self.encoding)}; try utf-8, gb18030, latin-1 or cp1252",
+            ) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The Transformer-XL's sizes and rules (Dai et al. 2019)."""
+
+    n_layer: int = option(4, "layers (N)", min=1, is_planned=True, shapes_weights=True)
+    d_model: int = option(
+        160, "width of the hidden states", min=2, max=10**6, is_planned=True, shapes_weights=True
+    )
+    n_head: int = option(4, "attention heads", min=1, is_planned=True, shapes_weights=True)
+    d_head: int = option(
+        None, "width of one head; none: d_model / n_head", min=1, is_planned=True, shapes_weights=True
+    )
+    d_inner: int = option(
+        None,
+        "inner width of the feed-forward layer; none: 4 x d_model",
+        min=1,
+        is_planned=True,
+        shapes_weights=True,
+    )
+    dropout: float = option(0.0, "dropout of hidden states and embeddings", min=0, below=1, metavar="F")
+    dropatt: float = option(0.0, "dropout of attention probabilities", min=0, below=1, metavar="F")
+    tgt_len: int = option(64, "segment: tokens predicted at once per stream (L)", min=1, is_planned=True)
+    mem_len: int = option(
+        64,
+        "memory: cached positions per layer (M)",
+        min=0,
+        is_planned=True,
+        more="A query sees mem_len positions before its segment and all of the segment up to itself.",
+    )
+    norm: Literal["post", "pre"] = option(
+        "pre", "place of layer normalization; the paper's is post", is_planned=True, shapes_weights=True
+    )
+    clamp_len: int | None = option(None, "distances beyond this share one encoding", min=0, is_planned=True)
+    same_length: Literal["off", "mem_len", "mem_len+1"] = option(
+        "off",
+        "keys that every query sees, itself included",
+        more="Off: all of memory and the segment up to itself, so later queries of a segment see more.",
+    )
+    tied: bool = option(True, "one table for input and output embeddings", shapes_weights=True)
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        if self.d_model % 2:
+            raise SettingError(
+                ["d_model"],
+                f"must be even, for pairs of sine and cosine; got {self.d_model}; try {self.d_model + 1}",
+            )
+        if self.d_head is None:
+            if self.d_model % self.n_head:
+                raise SettingError(
+                    ["n_head", "d_model"],
+                    f"n_head {self.n_head} does not divide d_model {self.d_model}; change one or give d_head",
+                )
+            object.__setattr__(self, "d_head", self.d_model // self.n_head)
+        if self.d_inner is None:
+            object.__setattr__(self, "d_inner", 4 * self.d_model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """The optimizer, its rate over the steps, and the seed."""
+
+    batch_size: int = option(
+        16,
+        "streams per step, over the whole job",
+        min=1,
+        is_planned=True,
+        more="Counted before accumulation: --accumulate splits these streams and does not multiply them.",
+    )
+    accumulate: int = option(
+        1, "equal parts in which the streams of a step are run; same result, less memory", min=1
+    )
+    lr: float = option(
+        0.004,
+        "peak learning rate",
+        above=0,
+        is_planned=True,
+        more="With muon, matrices take ten times this rate and all other weights this rate under AdamW.",
+    )
+    lr_end: float = option(0.0, "learning rate at the last step", min=0, is_planned=True)
+    warmup: int = option(50, "steps over which the rate rises to its peak", min=0, is_planned=True)
+    schedule: Literal["cosine", "linear", "inv_sqrt", "constant"] = option(
+        "cosine", "shape of the learning rate after warm-up", is_planned=True
+    )
+    optimizer: Literal["adam", "adamw", "sgd", "muon"] = option("adamw", "optimizer", is_planned=True)
+    weight_decay: float = option(0.0, "weight decay", min=0)
+    clip: float = option(0.25, "largest norm of the gradient; 0: no clipping", min=0)
+    seed: int = option(0, "seed of initialization, dropout and tokenizer training", min=0, max=2**63 - 1)
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        if self.batch_size % self.accumulate:
+            raise SettingError(
+                ["accumulate", "batch_size"],
+                f"accumulate {self.accumulate} does not divide batch_size {self.batch_size}; "
+                "every part takes the same number of streams",
+            )
+        if self.lr_end > self.lr:
+            raise SettingError(
+                ["lr_end", "lr"],
+                f"lr_end {self.lr_end:g} is above lr {self.lr:g}; the rate falls from lr to lr_end",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long to train and how often to look, save and log; every count is in optimizer steps."""
+
+    steps: int | None = option(None, "length in optimizer steps", min=1, is_planned=True, may_change=True)
+    epochs: float | None = option(
+        None, "length in passes over the training text", above=0, max=10**9, may_change=True
+    )
+    minutes: float | None = option(
+        None,
+        "length in minutes of this machine, measured once and kept as steps",
+        above=0,
+        max=10**7,
+        metavar="M",
+        may_change=True,
+    )
+    eval_every: int | None = option(
+        None, "steps between evaluations on held-out text", min=1, is_planned=True, may_change=True
+    )
+    save_every: int | None = option(
+        None, "steps between checkpoints", min=1, is_planned=True, may_change=True
+    )
+    log_every: int | None = option(
+        None, "steps between lines of metrics.jsonl", min=1, is_planned=True, may_change=True
+    )
+    eval_tokens: int | None = option(
+        None,
+        "held-out tokens that a periodic evaluation scores, from the first; none: all",
+        min=2,
+        is_planned=True,
+    )
+    patience: int | None = option(None, "evaluations without a new best after which training ends", min=1)
+    keep: int = option(2, "newest checkpoints kept, besides the best", min=1, may_change=True)
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        given = [name for name in LENGTHS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise SettingError(given, f"{' and '.join(given)} each set the length; give one of them")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineConfig:
+    """Where and how the arithmetic runs."""
+
+    device: str = option(
+        "auto", "auto, cpu, cuda, cuda:N or mps", metavar="DEVICE", is_planned=True, may_change=True
+    )
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = option(
+        "auto",
+        "arithmetic of matrix products in training",
+        is_planned=True,
+        may_change=True,
+        more="Softmax, loss and stored memory are fp32 in every precision.",
+    )
+    attention: Literal["auto", "eager"] = option(
+        "auto", "form of the attention operation", is_planned=True, may_change=True
+    )
+    threads: int | None = option(
+        None, "CPU threads; none: as torch finds them", min=1, max=4096, may_change=True
+    )
+    deterministic: bool = option(False, "only operations that repeat bit for bit", may_change=True)
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        if not re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]{1,4})?", self.device):
+            raise SettingError(
+                ["device"], f"must be one of auto, cpu, cuda, cuda:N, mps; got {quoted(self.device)}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The whole experiment as data."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    machine: MachineConfig = field(default_factory=MachineConfig)
+
+
+SECTIONS: Mapping[str, type[Any]] = {
+    "data": DataConfig,
+    "model": ModelConfig,
+    "optim": OptimConfig,
+    "train": TrainConfig,
+    "machine": MachineConfig,
+}
+PANELS: Mapping[str, str] = {
+    "data": "Text and tokenizer",
+    "model": "Model",
+    "optim": "Optimization",
+    "train": "Length, evaluation and checkpoints",
+    "machine": "Machine",
+}
+LENGTHS = ("steps", "epochs", "minutes")
+# Of each group one is given; a flag replaces whichever a file gives.
+_EXCLUSIVE = (LENGTHS, ("valid", "valid_fraction"))
+
+LEAVES: tuple[Leaf, ...] = tuple(
+    leaf for section, cls in SECTIONS.items() for leaf in leaves_of(section, PANELS[section], cls)
+)
+_BY_NAME: Mapping[str, Leaf] = {leaf.name: leaf for leaf in LEAVES}
+assert len(_BY_NAME) == len(LEAVES), "leaf names are unique over all sections"
+
+
+def leaf(name: str) -> Leaf:
+    """Find a setting by `n_layer`, `model.n_layer`, `n-layer` or `--n-layer`.
+
+    Raises:
+        UserError: no such setting; the message suggests the nearest.
+    """
+    plain = name.removeprefix("--").replace("-", "_")
+    section, _, last = plain.rpartition(".")
+    found = _BY_NAME.get(last)
+    if found is None or section not in ("", found.section):
+        raise UserError(f"{shown(name)}: unknown setting{suggestion(last, _BY_NAME)}")
+    return found
+
+
+def _check_fields(section_config: Any) -> None:
+    """Check every field of a section as it is made, and store each in the setting's own type."""
+    for f in dataclasses.fields(section_config):
+        value = check(_BY_NAME[f.name], getattr(section_config, f.name))
+        object.__setattr__(section_config, f.name, value)
+
+
+def from_flags(values: Mapping[str, object]) -> Settings:
+    """Take what the command line set: by leaf name its text or typed value; None or no path: not given.
+
+    Raises:
+        UserError: a value is wrong, or two flags say the same thing (`--steps` and `--minutes`).
+    """
+    given = {name: value for name, value in values.items() if value is not None and value not in ((), [])}
+    settings = {name: Sourced(parse(leaf(name), value, FLAG), FLAG) for name, value in given.items()}
+    for group in _EXCLUSIVE:
+        clash = [name for name in group if name in settings]
+        if len(clash) > 1:
+            raise UserError(f"{leaf(clash[1]).flag}: cannot go with {leaf(clash[0]).flag}; give one of them")
+    return settings
+
+
+def override(base: Settings, changes: Settings) -> Settings:
+    """Lay changes over settings; a length replaces any other length, a held-out file the fraction."""
+    dropped = {name for group in _EXCLUSIVE if any(name in changes for name in group) for name in group}
+    return {name: value for name, value in base.items() if name not in dropped} | changes
+
+
+def build(settings: Settings) -> Config:
+    """Make a config of what is set and the defaults of what is not.
+
+    Raises:
+        UserError: a value is wrong or settings contradict each other; the place is the flag or file line.
+    """
+    values: dict[str, dict[str, object]] = {section: {} for section in SECTIONS}
+    for name, sourced in settings.items():
+        found = leaf(name)
+        values[found.section][found.name] = check(found, sourced.value, sourced.origin)
+    try:
+        return Config(**{section: cls(**values[section]) for section, cls in SECTIONS.items()})
+    except SettingError as error:
+        # The error stands at what was said last: a flag, else a line of a file, else the setting itself.
+        blamed = max(error.names, key=lambda name: _weight(settings.get(name)))
+        origin = settings[blamed].origin if blamed in settings else DEFAULT
+        if len(error.names) == 1:
+            raise fault_at(leaf(blamed), origin, error.text) from None
+        raise UserError(f"{_place(leaf(blamed), origin)}: {error.text}") from None
+
+
+def _weight(sourced: Sourced | None) -> int:
+    if sourced is None or sourced.origin == DEFAULT:
+        return 0
+    return 3 if sourced.origin == FLAG else 2 if is_file_line(sourced.origin) else 1
+
+
+def _place(leaf: Leaf, origin: str) -> str:
+    if origin == FLAG:
+        return leaf.flag or leaf.metavar
+    return origin if is_file_line(origin) else leaf.key
+
+
+def build_section(section: str, values: Mapping[str, object], place: str) -> Any:
+    """Make one section of plain values, such as the model settings that a checkpoint carries.
+
+    Args:
+        section: A key of `SECTIONS`.
+        values: By leaf name, as `dataclasses.asdict` gives them; what is missing takes its default.
+        place: What the values were read from, for errors.
+
+    Raises:
+        UserError: an unknown setting, a wrong value or a contradiction, at `place`.
+    """
+    try:
+        known = {f.name for f in dataclasses.fields(SECTIONS[section])}
+        for name in values:
+            if name not in known:
+                raise UserError(f"unknown setting {quoted(name)} in `{section}`")
+        return SECTIONS[section](**values)
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from None
+
+
+def flatten(config: Config) -> dict[str, object]:
+    """All values by leaf name, in the order of `LEAVES`."""
+    return {leaf.name: getattr(getattr(config, leaf.section), leaf.name) for leaf in LEAVES}
