@@ -1,0 +1,269 @@
+"""The ids of a run on disk: their form, and reading them by offset."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from txlcli import UserError, files
+
+Split: TypeAlias = Literal["train", "valid", "test"]
+Ids: TypeAlias = npt.NDArray[np.int64]
+
+LARGEST_STORE_JSON = 1 << 26
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitInfo:
+    """What one split holds; `n_bytes` in the source's own encoding, None: unknown."""
+
+    n_tokens: int
+    n_bytes: int
+    n_characters: int | None
+    n_words: int | None
+    n_unknown: int
+    counts_dtype: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceInfo:
+    """One file that the text came from, as it was then; the path as the user gave it."""
+
+    path: str
+    n_bytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreInfo:
+    """The contents of `store.json`.
+
+    `start_id` is what an empty prompt starts from: the newline, or the most frequent token of the
+    training text. `tokenizer` is the fingerprint of the one that made the ids. `split_at` is the byte of
+    the corpus at which the held-out text begins, `sha256` that of the whole corpus.
+    """
+
+    n_vocab: int
+    dtype: str
+    start_id: int
+    tokenizer: str
+    encoding: str
+    corpus: tuple[SourceInfo, ...]
+    sha256: str
+    split_at: int
+    splits: Mapping[str, SplitInfo]
+
+
+class TokenStore:
+    """A file of ids, read by offset and never mapped, so that resident memory does not grow with use."""
+
+    def __init__(self, path: Path, *, dtype: str, n_tokens: int, n_vocab: int) -> None:
+        self.path = path
+        self.n_tokens = n_tokens
+        self.n_vocab = n_vocab
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self._fd = _open_sized(path, n_tokens * self._dtype.itemsize)
+
+    def read(self, start: int, stop: int) -> Ids:
+        """Return the ids `start` to `stop` as an array of its own.
+
+        Raises:
+            UserError: the file is damaged: cut short since it was opened, or an id beyond the vocabulary.
+        """
+        return self.read_stored(start, stop).astype(np.int64)
+
+    def read_stored(self, start: int, stop: int) -> npt.NDArray[Any]:
+        """Return the same ids in the type that the file holds, read-only."""
+        ids = _read_items(self._fd, self.path, self._dtype, start, stop, self.n_tokens)
+        if ids.size and int(ids.max()) >= self.n_vocab:
+            raise UserError(
+                f"{self.path}: damaged; got id {int(ids.max())} in a vocabulary of {self.n_vocab}"
+            )
+        return ids
+
+    def close(self) -> None:
+        """Let the file go."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> "TokenStore":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Counts:
+    """For each token of a held-out split the source bytes, characters and words that end with it.
+
+    `is_text` is false where the bytes are no text in their encoding: then only bytes are counted.
+    """
+
+    def __init__(self, path: Path, *, dtype: str, n_tokens: int, is_text: bool = True) -> None:
+        self.path = path
+        self.n_tokens = n_tokens
+        self.is_text = is_text
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self._fd = _open_sized(path, 3 * n_tokens * self._dtype.itemsize)
+
+    def read(self, start: int, stop: int) -> Ids:
+        """Return the counts of the tokens `start` to `stop`: [n, 3] source bytes, characters, words."""
+        items = _read_items(self._fd, self.path, self._dtype, 3 * start, 3 * stop, 3 * self.n_tokens)
+        return items.astype(np.int64).reshape(-1, 3)
+
+    def close(self) -> None:
+        """Let the file go."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> "Counts":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _open_sized(path: Path, n_bytes: int) -> int:
+    fd = files.open_regular(path)
+    size = os.fstat(fd).st_size
+    if size != n_bytes:
+        os.close(fd)
+        raise UserError(f"{path}: damaged; got {size:,} bytes, store.json says {n_bytes:,}")
+    return fd
+
+
+def _read_items(
+    fd: int, path: Path, dtype: "np.dtype[Any]", start: int, stop: int, n_items: int
+) -> npt.NDArray[Any]:
+    assert 0 <= start <= stop <= n_items, (start, stop, n_items)
+    n_bytes = (stop - start) * dtype.itemsize
+    try:
+        data = files.read_at(fd, n_bytes, start * dtype.itemsize)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read; {files.describe_error(error)}") from error
+    if len(data) != n_bytes:
+        raise UserError(f"{path}: damaged; it ends before token {stop:,}, it was cut since it was opened")
+    return np.frombuffer(data, dtype)
+
+
+def read_store_info(run_dir: Path) -> StoreInfo:
+    """Read what the store of a run holds.
+
+    Raises:
+        UserError: there is no store, or `store.json` is damaged; the message names it.
+    """
+    path = run_dir / "data" / "store.json"
+    try:
+        return _parse_store_info(json.loads(files.read_bounded(path, LARGEST_STORE_JSON)))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path}: damaged; {type(error).__name__}: {error}") from error
+
+
+def open_split(run_dir: Path, split: Split) -> TokenStore:
+    """Open the ids of one split of a run.
+
+    Raises:
+        UserError: the run holds no such split, or its store is damaged.
+    """
+    info = read_store_info(run_dir)
+    return TokenStore(
+        run_dir / "data" / f"{split}.ids",
+        dtype=info.dtype,
+        n_tokens=_split_info(run_dir, info, split).n_tokens,
+        n_vocab=info.n_vocab,
+    )
+
+
+def open_counts(run_dir: Path, split: Split) -> Counts:
+    """Open the bytes, characters and words per token of a held-out split.
+
+    Raises:
+        UserError: the run holds no such split, it is the training split, or its store is damaged.
+    """
+    part = _split_info(run_dir, read_store_info(run_dir), split)
+    path = run_dir / "data" / f"{split}.counts"
+    if part.counts_dtype is None:
+        raise UserError(f"{path}: the {split} split is stored without counts")
+    is_text = part.n_characters is not None
+    return Counts(path, dtype=part.counts_dtype, n_tokens=part.n_tokens, is_text=is_text)
+
+
+def _split_info(run_dir: Path, info: StoreInfo, split: Split) -> SplitInfo:
+    if split not in info.splits:
+        held = ", ".join(info.splits)
+        raise UserError(f"{run_dir}: holds no {split} text; it has: {held}; score a file: txl eval FILE")
+    return info.splits[split]
+
+
+def _parse_store_info(data: Any) -> StoreInfo:  # Any: JSON of unknown shape, checked field by field
+    """Check every field's type and bound; the errors that this raises name the field."""
+    n_vocab = _integer(data, "n_vocab", 1, 1 << 31)
+    splits = {}
+    for name in ("train", "valid", "test"):
+        if name in data["splits"]:
+            part = data["splits"][name]
+            splits[name] = SplitInfo(
+                n_tokens=_integer(part, "n_tokens"),
+                n_bytes=_integer(part, "n_bytes"),
+                n_characters=_integer_or_none(part, "n_characters"),
+                n_words=_integer_or_none(part, "n_words"),
+                n_unknown=_integer(part, "n_unknown"),
+                counts_dtype=None if part["counts_dtype"] is None else _dtype(part, "counts_dtype"),
+            )
+    corpus = tuple(
+        SourceInfo(path=_text(one, "path"), n_bytes=_integer(one, "n_bytes"), mtime_ns=int(one["mtime_ns"]))
+        for one in data["corpus"]
+    )
+    return StoreInfo(
+        n_vocab=n_vocab,
+        dtype=_dtype(data, "dtype"),
+        start_id=_integer(data, "start_id", 0, n_vocab - 1),
+        tokenizer=_text(data, "tokenizer"),
+        encoding=_text(data, "encoding"),
+        corpus=corpus,
+        sha256=_text(data, "sha256"),
+        split_at=_integer(data, "split_at"),
+        splits=splits,
+    )
+
+
+def _integer(data: Any, key: str, least: int = 0, most: int = 1 << 60) -> int:
+    value = data[key]
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"`{key}` is {value!r:.40}, not a number from {least} to {most}")
+    return value
+
+
+def _integer_or_none(data: Any, key: str) -> int | None:
+    return None if data[key] is None else _integer(data, key)
+
+
+def _text(data: Any, key: str) -> str:
+    value = data[key]
+    if not isinstance(value, str):
+        raise ValueError(f"`{key}` is {value!r:.40}, not a text")
+    return value
+
+
+def _dtype(data: Any, key: str) -> str:
+    value = _text(data, key)
+    if value not in ("uint8", "uint16", "uint32"):
+        raise ValueError(f"`{key}` is {value!r:.40}, not uint8, uint16 or uint32")
+    return value
+
+
+def smallest_dtype(largest: int) -> str:
+    """Name the smallest unsigned type that holds numbers up to `largest`."""
+    return "uint8" if largest < 1 << 8 else "uint16" if largest < 1 << 16 else "uint32"

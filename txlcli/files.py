@@ -1,0 +1,206 @@
+"""Files and folders that appear whole or not at all, and reads that know their bound.
+
+What is written gets a hidden temporary name beside its target (`.NAME.XXXXXXXX.tmp`), is flushed to the
+disk, and takes the target's name in one rename; then the folder's entry is flushed too. So a crash or a power
+failure leaves the old file or the new one, never half a file under a real name; what a killed writer left
+behind is cleared by `remove_leftovers`.
+"""
+
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from txlcli import UserError
+
+
+def describe_error(error: OSError) -> str:
+    """Name an operating-system error in lower-case words: `no space left on device`."""
+    return (error.strerror or str(error) or type(error).__name__).lower()
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a small file whole or not at all, in place of what had this name.
+
+    Raises:
+        UserError: the place cannot be written to; what was there before is untouched.
+    """
+    with open_whole(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def open_whole(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that gets its name only when the block ends well; at an exception nothing is left.
+
+    Raises:
+        UserError: the place cannot be written to, or the disk is full; what was there before is untouched.
+    """
+    temporary = _temporary_name(path)
+    try:
+        with _naming(path, temporary), temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        with _naming(path, temporary):
+            temporary.replace(path)
+            _sync_folder(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+@contextmanager
+def folder_whole(path: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Fill a folder that gets its name only when the block ends well; at an exception nothing is left.
+
+    Yields a temporary folder beside `path`. All that lies in it at the end is flushed to the disk before the
+    rename. A folder that has the name already is refused, or with `replace` removed just before the rename.
+
+    Raises:
+        UserError: the place cannot be written to, the name is taken, or the disk is full.
+    """
+    if not replace and os.path.lexists(path):
+        raise UserError(f"{path}: exists already; remove it, or choose another name")
+    temporary = _temporary_name(path)
+    try:
+        with _naming(path, temporary):
+            temporary.mkdir()
+            yield temporary
+            for folder, _, names in os.walk(temporary, topdown=False):
+                for name in names:
+                    _sync_file(Path(folder, name))
+                _sync_folder(Path(folder))
+            if replace and path.is_dir():
+                # Under a temporary name a removal that is cut short leaves nothing that looks whole.
+                old = path.rename(_temporary_name(path))
+                temporary.rename(path)
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                temporary.rename(path)
+            _sync_folder(path.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def remove_leftovers(folder: Path) -> list[Path]:
+    """Remove what writers that were killed left in this folder; only for its one writer of now."""
+    removed = []
+    for path in sorted(folder.glob(".*.tmp")):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+        removed.append(path)
+    return removed
+
+
+def read_bounded(path: Path, limit_bytes: int) -> bytes:
+    """Read a whole file that has no business to be larger than the limit.
+
+    Raises:
+        UserError: it is missing, unreadable, no regular file, or larger; the message names it.
+    """
+    fd = open_regular(path)
+    try:
+        data = read_at(fd, limit_bytes + 1, 0)
+        if len(data) > limit_bytes:
+            size = os.fstat(fd).st_size
+            raise UserError(f"{path}: too large; got {size:,} bytes, expected at most {limit_bytes:,}")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read; {describe_error(error)}") from error
+    finally:
+        os.close(fd)
+    return data
+
+
+def open_regular(path: Path) -> int:
+    """Open a regular file to read and return its descriptor, which the caller closes.
+
+    Raises:
+        UserError: it is missing, unreadable, a folder, a pipe or a device; the message names it.
+    """
+    try:
+        # Opening a pipe that nobody writes to would wait for ever, so its kind is asked first.
+        kind = describe_kind(path.stat().st_mode)
+        if kind is None:
+            return os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0))
+    except (OSError, ValueError) as error:
+        reason = describe_error(error) if isinstance(error, OSError) else str(error)
+        raise UserError(f"{path}: cannot be read; {reason}") from error
+    raise UserError(f"{path}: is {kind}, not a file")
+
+
+def describe_kind(mode: int) -> str | None:
+    """Say what a thing that is no regular file is, by its `st_mode`; None for a regular file."""
+    kinds = {
+        stat.S_IFREG: None,
+        stat.S_IFDIR: "a folder",
+        stat.S_IFIFO: "a named pipe",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+    }
+    return kinds.get(stat.S_IFMT(mode), "a special file")
+
+
+def read_at(fd: int, n_bytes: int, offset: int) -> bytes:
+    """Read `n_bytes` from a byte offset of an open file, fewer only where the file ends."""
+    parts = []
+    while n_bytes > 0:
+        part = _pread(fd, min(n_bytes, 1 << 30), offset)
+        if not part:
+            break
+        parts.append(part)
+        offset += len(part)
+        n_bytes -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _pread(fd: int, n_bytes: int, offset: int) -> bytes:
+    if hasattr(os, "pread"):
+        return os.pread(fd, n_bytes, offset)
+    os.lseek(fd, offset, os.SEEK_SET)  # Windows has no read that names its offset
+    return os.read(fd, n_bytes)
+
+
+@contextmanager
+def _naming(path: Path, temporary: Path) -> Iterator[None]:
+    """Turn a failed write into one line; errors that name a file elsewhere are not about `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            place = Path(os.fsdecode(error.filename))
+            if place not in (path, path.parent) and temporary not in (place, *place.parents):
+                raise
+        raise UserError(f"{path}: cannot be written; {describe_error(error)}") from error
+
+
+def _temporary_name(path: Path) -> Path:
+    # Names are at most 255 bytes, and a character may take four of them.
+    return path.with_name(f".{path.name[:40]}.{secrets.token_hex(4)}.tmp")
+
+
+def _sync_file(path: Path) -> None:
+    fd = os.open(path, os.O_RDWR | getattr(os, "O_BINARY", 0))
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _sync_folder(path: Path) -> None:
+    if os.name == "nt":
+        return  # Windows cannot flush a folder's entry
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

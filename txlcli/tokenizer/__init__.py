@@ -1,0 +1,134 @@
+"""Text to ids and back: bytes, characters, words, SentencePiece.
+
+Inside the program text is UTF-8 bytes (for `byte`: any bytes). What each kind promises:
+
+    kind            vocabulary                                        text it gives back exactly
+    byte            the 256 bytes                                     any
+    char            256 bytes, the training text's characters         any; a new character costs its bytes
+    word            <unk>, the most frequent words and signs          what its vocabulary covers
+    sentencepiece   <unk>, 256 bytes, the training text's pieces      any; a new character costs its bytes
+
+Long text is encoded in chunks that give the ids of one pass, because encoding works on *units* that stand for
+themselves (see `units`): read, take `complete_prefix` of what has been read, encode that, keep the rest for
+the next chunk. No unit is longer than 4,096 bytes, so what is kept is short.
+
+A control id (`<unk>`) never comes out of text that the vocabulary covers, and a text that spells `<unk>`,
+`</s>` or `<0x41>` is only text.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from txlcli.tokenizer.pieces import PieceTokenizer, default_vocab_size
+from txlcli.tokenizer.stored import Ids, damaged, read_fields
+from txlcli.tokenizer.symbols import ByteTokenizer, CharTokenizer
+from txlcli.tokenizer.units import SAMPLE_BYTES
+from txlcli.tokenizer.words import WordTokenizer
+
+__all__ = ["SAMPLE_BYTES", "Ids", "Tokenizer", "build_tokenizer", "default_vocab_size", "load_tokenizer"]
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """A vocabulary and its rules; a value that never changes."""
+
+    @property
+    def kind(self) -> str:
+        """`byte`, `char`, `word` or `sentencepiece`."""
+
+    @property
+    def n_vocab(self) -> int:
+        """Number of ids: 0 to n_vocab - 1."""
+
+    @property
+    def control_ids(self) -> tuple[int, ...]:
+        """Ids that only the program writes; never drawn when sampling."""
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether decoding gives back every text; if not, bits per byte are a lower bound."""
+
+    @property
+    def newline_id(self) -> int | None:
+        """The token of a newline; None where the vocabulary has none."""
+
+    def encode(self, text: bytes) -> Ids:
+        """Turn whole units of text into ids."""
+
+    def encode_with_ends(self, text: bytes) -> tuple[Ids, Ids]:
+        """Turn whole units into ids (int32) and, per token, its end as a byte offset in `text` (int64).
+
+        The last end is `len(text)`. An end may lie inside a character, and two ends may be equal.
+        """
+
+    def complete_prefix(self, text: bytes) -> int:
+        """Count the leading bytes that are whole units already, whatever text may follow.
+
+        Args:
+            text: Text that starts where a unit starts: at the beginning, or where the last call cut.
+        """
+
+    def decode(self, ids: Iterable[int], after: int | None = None) -> bytes:
+        """Turn ids into text; `after` is the id before them, on which the spacing of words depends."""
+
+    def unknown_count(self, ids: Ids) -> int:
+        """Count the tokens that stand for text outside the vocabulary and do not give it back."""
+
+    def unknown_characters(self, text: str) -> list[str]:
+        """List what the vocabulary does not have, once each: characters, for `word` words."""
+
+    def save(self, folder: Path) -> None:
+        """Write the vocabulary; equal ones write equal bytes, with no path or date in them."""
+
+    def fingerprint(self) -> str:
+        """Hash what `save` writes (sha256, hexadecimal)."""
+
+    def describe(self) -> dict[str, Any]:
+        """Give what a checkpoint says about its tokenizer, ready for JSON."""
+
+
+def build_tokenizer(
+    kind: str, *, vocab_size: int | None, text: Callable[[], Iterator[bytes]], n_bytes: int, seed: int
+) -> Tokenizer:
+    """Make a vocabulary out of the training text.
+
+    Args:
+        kind: `byte`, `char`, `word` or `sentencepiece`.
+        vocab_size: Upper bound on the number of ids; None: none for byte and char, a rule for the others.
+        text: Starts a fresh pass over the training text in chunks.
+        n_bytes: Size of the training text, about.
+        seed: Chooses what sentencepiece learns from in a text of more than SAMPLE_BYTES.
+
+    Raises:
+        UserError: the bound leaves no room for what the kind always needs, or the text has no words.
+    """
+    if kind == "byte":
+        return ByteTokenizer.build(vocab_size)
+    if kind == "char":
+        return CharTokenizer.build(text(), vocab_size)
+    if kind == "word":
+        return WordTokenizer.build(text(), vocab_size)
+    if kind == "sentencepiece":
+        return PieceTokenizer.build(text(), vocab_size, n_bytes=n_bytes, seed=seed)
+    raise ValueError(f"no tokenizer is called {kind!r}")
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Read a vocabulary that `save` wrote; files that differ from what `save` writes are refused.
+
+    Raises:
+        UserError: a file is missing, damaged or not ours; the message names it.
+    """
+    path = folder / "tokenizer.json"
+    fields = read_fields(path)
+    kind = fields.get("kind")
+    if kind == "byte":
+        return ByteTokenizer.load(folder, fields)
+    if kind == "char":
+        return CharTokenizer.load(folder, fields)
+    if kind == "word":
+        return WordTokenizer.load(folder, fields)
+    if kind == "sentencepiece":
+        return PieceTokenizer.load(folder, fields)
+    raise damaged(path, "expected a `kind` of byte, char, word or sentencepiece")
