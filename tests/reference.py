@@ -1,0 +1,95 @@
+"""The paper in float64 with loops: every score indexes its distance; no shift, no cache, no batch tricks.
+
+The oracle for the package's attention and model. It reads a model's weights and nothing else of it.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def sinusoid(distance: int, d_model: int) -> Tensor:
+    angles = [distance / 10000 ** (2 * t / d_model) for t in range(d_model // 2)]
+    return torch.tensor([math.sin(a) for a in angles] + [math.cos(a) for a in angles], dtype=torch.float64)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, r: Tensor, u: Tensor, w: Tensor, first: Tensor | None = None
+) -> Tensor:
+    """Return the attended values of [B, H, T, E] queries; r[h, d] is the key of distance d."""
+    n_streams, n_head, n_queries, d_head = q.shape
+    n_memory = k.shape[2] - n_queries
+    out = torch.zeros_like(q)
+    for b in range(n_streams):
+        for h in range(n_head):
+            for i in range(n_queries):
+                begin = 0 if first is None else int(first[b, i])
+                keys = range(begin, n_memory + i + 1)
+                scores = torch.stack(
+                    [
+                        ((q[b, h, i] + u[h]) @ k[b, h, j] + (q[b, h, i] + w[h]) @ r[h, n_memory + i - j])
+                        / math.sqrt(d_head)
+                        for j in keys
+                    ]
+                )
+                weights = scores.softmax(dim=0)
+                out[b, h, i] = sum(weights[n] * v[b, h, j] for n, j in enumerate(keys))
+    return out
+
+
+def log_probs(model: torch.nn.Module, config, tokens: list[int], *, lengths=None) -> Tensor:
+    """Score one text from the definitions: [len(tokens), V] log-probabilities after each token.
+
+    Memory is defined directly: the token at position t of a text lies in the segment that starts at
+    s = t - t % tgt_len and sees the inputs of each layer from max(0, s - mem_len) on.
+    """
+    lengths = lengths or model.lengths
+    weights = {name: value.double() for name, value in model.state_dict().items()}
+    n_head, d_head, d_model = config.n_head, config.d_head, config.d_model
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        scaled = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+        return scaled * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        y = x @ weights[f"{name}.weight"].T
+        return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
+
+    u, w = weights["content_bias"], weights["position_bias"]
+    rows = [weights["embed.weight"][token] * math.sqrt(d_model) for token in tokens]
+    for n in range(config.n_layer):
+        name = f"layers.{n}.attention"
+        seen = [norm(x, f"{name}.norm") if config.norm == "pre" else x for x in rows]
+        k = [linear(x, f"{name}.k").view(n_head, d_head) for x in seen]
+        v = [linear(x, f"{name}.v").view(n_head, d_head) for x in seen]
+        outputs = []
+        for t, x in enumerate(rows):
+            q = linear(seen[t], f"{name}.q").view(n_head, d_head)
+            begin = max(0, t - t % lengths.tgt_len - lengths.mem_len)
+            if lengths.same_length != "off":
+                begin = max(begin, t + 1 - lengths.mem_len - (lengths.same_length == "mem_len+1"))
+            attended = []
+            for h in range(n_head):
+                scores = []
+                for j in range(begin, t + 1):
+                    distance = t - j if lengths.clamp_len is None else min(t - j, lengths.clamp_len)
+                    r = linear(sinusoid(distance, d_model), f"{name}.r").view(n_head, d_head)
+                    scores.append(((q[h] + u[h]) @ k[j][h] + (q[h] + w[h]) @ r[h]) / math.sqrt(d_head))
+                p = torch.stack(scores).softmax(dim=0)
+                attended.append(sum(p[i] * v[j][h] for i, j in enumerate(range(begin, t + 1))))
+            y = x + linear(torch.cat(attended), f"{name}.o")
+            ff = f"layers.{n}.feedforward"
+            if config.norm == "pre":
+                y = y + linear(linear(norm(y, f"{ff}.norm"), f"{ff}.inner").relu(), f"{ff}.outer")
+            else:
+                y = norm(y, f"{name}.norm")
+                y = norm(y + linear(linear(y, f"{ff}.inner").relu(), f"{ff}.outer"), f"{ff}.norm")
+            outputs.append(y)
+        rows = outputs
+    hidden = torch.stack(rows)
+    if config.norm == "pre":
+        hidden = norm(hidden, "norm")
+    head = weights.get("head.weight", weights["embed.weight"])
+    return (hidden @ head.T + weights["head.bias"]).log_softmax(dim=-1)

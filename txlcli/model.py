@@ -1,0 +1,400 @@
+"""Transformer-XL (Dai et al. 2019): attention over a segment and a memory of the segments before it.
+
+    h_0     = sqrt(D) E[tokens]
+    h~_n    = [memory_n, h_n]                          memory_n: earlier inputs of layer n, no gradient
+    q, k, v = h_n W_q, h~_n W_k, h~_n W_v
+    a_n     = attention(q, k, v, R W_r, u, w)          see attention.py
+    h_{n+1} = h' + FF(h'),  h' = h_n + a_n W_o         each sum behind a LayerNorm (post) or each branch (pre)
+
+Two ways lead through a layer, equal in exact arithmetic. Training stores the *inputs* of each layer as
+memory and projects them anew, since weights move. Inference stores projected keys and values: they are
+functions of one row each and carry no position, so with fixed weights nothing is lost by keeping them.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple, cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from txlcli.attention import BackendChoice, RelativeBias, choose_backend
+from txlcli.config import ModelConfig
+from txlcli.positions import relative_sinusoids
+
+INIT_STD = 0.02
+LAYER_NORM_EPS = 1e-5
+
+
+class Lengths(NamedTuple):
+    """How far a prediction sees; may differ between training, scoring and generating.
+
+    Attributes:
+        tgt_len: Tokens in a segment.
+        mem_len: Rows of memory that a segment's start finds.
+        clamp_len: Distances beyond this share one encoding; None: none do.
+        same_length: `off`: a query sees all of the memory and the segment up to itself. `mem_len` and
+            `mem_len+1`: every query sees that many keys, itself included, the two rules of the published
+            implementations.
+    """
+
+    tgt_len: int
+    mem_len: int
+    clamp_len: int | None = None
+    same_length: str = "off"
+
+    @property
+    def span(self) -> int | None:
+        """Keys that every query sees under same_length, itself included; None without it."""
+        if self.same_length == "off":
+            return None
+        return self.mem_len + (self.same_length == "mem_len+1")
+
+    def warm_segments(self, n_layer: int) -> int:
+        """Return after how many segments from an empty memory the last layer reads its true inputs.
+
+        Memory holds rows of the ceil(M / T) segments before a segment's start: the first layer agrees with a
+        run over all the text after that many, each further layer after as many more. It rounds up once a
+        layer, because memory begins at a segment's start; under same_length a query sees `span` keys wherever
+        segments begin, and n_layer (span - 1) tokens are enough.
+        """
+        if self.span is not None:
+            return -(-n_layer * (self.span - 1) // self.tgt_len)
+        return n_layer * -(-self.mem_len // self.tgt_len)
+
+
+class Memory(NamedTuple):
+    """The last inputs of each layer, detached: N tensors [B, M, D] in float32 at least, M <= mem_len."""
+
+    hidden: tuple[Tensor, ...]
+
+
+class KVCache(NamedTuple):
+    """Projected keys and values of memory and of the segment so far, for inference.
+
+    The buffers are written in place by `TransformerXL.extend`, which returns the cache to go on with: the
+    one handed in must not be used again.
+
+    Attributes:
+        keys: N buffers [B, H, C, E], C = mem_len + tgt_len; rows are memory, then segment, then unused.
+        values: The same for values.
+        distance_keys: N tables [H, C, E] of projected distances, farthest first.
+        n_memory: Rows of memory, at most mem_len.
+        n_segment: Rows of the current segment, at most tgt_len.
+        lengths: The lengths that the cache was made for.
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    distance_keys: tuple[Tensor, ...]
+    n_memory: int
+    n_segment: int
+    lengths: Lengths
+
+    def repeat(self, n_streams: int) -> "KVCache":
+        """Return a cache of `n_streams` copies of this cache's one stream."""
+        return self._replace(
+            keys=tuple(buffer.repeat(n_streams, 1, 1, 1) for buffer in self.keys),
+            values=tuple(buffer.repeat(n_streams, 1, 1, 1) for buffer in self.values),
+        )
+
+
+class Attention(nn.Module):
+    """The attention branch of a layer: projections around `relative_attention`."""
+
+    def __init__(self, d_model: int, n_head: int, d_head: int, dropatt: float, eps: float) -> None:
+        super().__init__()
+        self.n_head, self.dropatt = n_head, dropatt
+        self.q = nn.Linear(d_model, n_head * d_head, bias=False)
+        self.k = nn.Linear(d_model, n_head * d_head, bias=False)
+        self.v = nn.Linear(d_model, n_head * d_head, bias=False)
+        self.r = nn.Linear(d_model, n_head * d_head, bias=False)
+        self.o = nn.Linear(n_head * d_head, d_model, bias=False)
+        self.norm = nn.LayerNorm(d_model, eps=eps)
+        self.attend = choose_backend("auto").attend
+
+    def heads(self, x: Float[Tensor, "B L HE"]) -> Float[Tensor, "B H L E"]:
+        """Split the heads of projected rows."""
+        return x.reshape(*x.shape[:2], self.n_head, -1).transpose(1, 2)
+
+    def keys_values(
+        self, rows: Float[Tensor, "B L D"]
+    ) -> tuple[Float[Tensor, "B H L E"], Float[Tensor, "B H L E"]]:
+        """Project rows of memory or segment; a row's result depends on that row alone."""
+        return self.heads(self.k(rows)), self.heads(self.v(rows))
+
+    def distance_keys(self, sinusoids: Float[Tensor, "R D"]) -> Float[Tensor, "H R E"]:
+        """Project the sinusoids of distances, W_r R in the paper."""
+        return self.heads(self.r(sinusoids)[None])[0]
+
+    def forward(
+        self,
+        rows: Float[Tensor, "B T D"],
+        k: Float[Tensor, "B H S E"],
+        v: Float[Tensor, "B H S E"],
+        bias: RelativeBias,
+        first: Int[Tensor, "B T"] | None,
+    ) -> Float[Tensor, "B T D"]:
+        """Attend from `rows` of the segment to the given keys and values."""
+        q = self.heads(self.q(rows))
+        attended = self.attend(q, k, v, bias, first=first, dropout=self.dropatt if self.training else 0.0)
+        out: Tensor = self.o(attended.transpose(1, 2).flatten(-2))
+        return out
+
+
+class FeedForward(nn.Module):
+    """The feed-forward branch: relu(x W_1 + b_1) W_2 + b_2."""
+
+    def __init__(self, d_model: int, d_inner: int, dropout: float, eps: float) -> None:
+        super().__init__()
+        self.inner = nn.Linear(d_model, d_inner)
+        self.outer = nn.Linear(d_inner, d_model)
+        self.norm = nn.LayerNorm(d_model, eps=eps)
+        self.dropout = dropout
+
+    def forward(self, rows: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
+        """Apply the branch to each row."""
+        inner = F.dropout(F.relu(self.inner(rows)), self.dropout, self.training)
+        out: Tensor = self.outer(inner)
+        return out
+
+
+class Layer(nn.Module):
+    """One layer: attention and feed-forward, added to its input and normalized after (post) or before."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.is_prenorm, self.dropout = config.norm == "pre", config.dropout
+        self.attention = Attention(
+            config.d_model, config.n_head, config.d_head, config.dropatt, LAYER_NORM_EPS
+        )
+        self.feedforward = FeedForward(config.d_model, config.d_inner, config.dropout, LAYER_NORM_EPS)
+
+    def attention_rows(self, x: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
+        """Return what the attention's projections read: the layer's inputs, normalized if pre-norm."""
+        rows: Tensor = self.attention.norm(x) if self.is_prenorm else x
+        return rows
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T D"],
+        rows: Float[Tensor, "B T D"],
+        k: Float[Tensor, "B H S E"],
+        v: Float[Tensor, "B H S E"],
+        bias: RelativeBias,
+        first: Int[Tensor, "B T"] | None,
+    ) -> Float[Tensor, "B T D"]:
+        """Return the layer's output for the segment's inputs `x`, whose `attention_rows` are `rows`."""
+        x = x + F.dropout(self.attention(rows, k, v, bias, first), self.dropout, self.training)
+        if self.is_prenorm:
+            y = self.feedforward(self.feedforward.norm(x))
+            return x + F.dropout(y, self.dropout, self.training)
+        x = self.attention.norm(x)
+        y = self.feedforward(x)
+        out: Tensor = self.feedforward.norm(x + F.dropout(y, self.dropout, self.training))
+        return out
+
+
+class TransformerXL(nn.Module):
+    """A language model over `n_vocab` tokens: a function of tokens and memory.
+
+    `forward(tokens, memory, targets)` is `hidden_states(tokens, memory)` and the loss; `extend(tokens,
+    cache)` is the same computation for inference.
+    """
+
+    def __init__(self, config: ModelConfig, n_vocab: int) -> None:
+        super().__init__()
+        self.lengths = Lengths(config.tgt_len, config.mem_len, config.clamp_len, config.same_length)
+        self.dropout = config.dropout
+        self.embed = nn.Embedding(n_vocab, config.d_model)
+        self.head = Head(config.d_model, n_vocab, tied=config.tied)
+        self.content_bias = nn.Parameter(torch.empty(config.n_head, config.d_head))
+        self.position_bias = nn.Parameter(torch.empty(config.n_head, config.d_head))
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layer))
+        self.norm = (
+            nn.LayerNorm(config.d_model, eps=LAYER_NORM_EPS) if config.norm == "pre" else nn.Identity()
+        )
+        self.initialize()
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Draw the weights as the authors do: N(0, 0.02), LayerNorm weights N(1, 0.02), biases 0."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.normal_(1.0, INIT_STD)
+            elif name.endswith(".bias"):
+                parameter.zero_()
+            else:
+                parameter.normal_(0.0, INIT_STD)
+
+    def each_layer(self) -> Iterator[Layer]:
+        """Iterate over the layers, from the embedding's side."""
+        return iter(cast(list[Layer], self.layers))
+
+    def use_attention(self, name: str) -> BackendChoice:
+        """Take the named attention backend in every layer (`auto`: the fastest that runs here).
+
+        Raises:
+            UserError: there is no such backend, or it cannot run here.
+        """
+        choice = choose_backend(name)
+        for layer in self.each_layer():
+            layer.attention.attend = choice.attend
+        return choice
+
+    def forward(
+        self, tokens: Int[Tensor, "B T"], memory: Memory | None, targets: Int[Tensor, "B T"]
+    ) -> tuple[Float[Tensor, "B T"], Memory]:
+        """Return each target's negative log-likelihood in nats (float32 at least), and the new memory."""
+        hidden, memory = self.hidden_states(tokens, memory)
+        return self.nll(hidden, targets), memory
+
+    def hidden_states(
+        self, tokens: Int[Tensor, "B T"], memory: Memory | None
+    ) -> tuple[Float[Tensor, "B T D"], Memory]:
+        """Run the layers over a segment, for training.
+
+        Args:
+            tokens: The segment; T may be shorter than tgt_len (the end of a text).
+            memory: What the call before returned for the same streams; None: empty, as at the start of a
+                text.
+
+        Returns:
+            Hidden states that the loss reads, and the memory for the next segment: of each layer's inputs
+            the last mem_len rows, without gradient.
+        """
+        x = self._embed(tokens)
+        if memory is None:
+            memory = Memory(tuple(x[:, :0].detach() for _ in self.layers))
+        n_memory = memory.hidden[0].shape[1]
+        n_keys = n_memory + tokens.shape[1]
+        sinusoids = relative_sinusoids(
+            n_keys, x.shape[-1], clamp_len=self.lengths.clamp_len, dtype=x.dtype, device=x.device
+        )
+        # One mask for all layers and streams, as in the authors' code.
+        sinusoids = F.dropout(sinusoids, self.dropout, self.training)
+        first = self._first_keys(tokens, n_keys, self.lengths)
+
+        new_memory = []
+        for layer, past in zip(self.each_layer(), memory.hidden, strict=True):
+            inputs = torch.cat([past, x], dim=1)  # [B, S, D]
+            kept = inputs[:, max(0, n_keys - self.lengths.mem_len) :]
+            new_memory.append(kept.detach())
+            rows = layer.attention_rows(inputs)
+            k, v = layer.attention.keys_values(rows)
+            bias = RelativeBias(
+                layer.attention.distance_keys(sinusoids), self.content_bias, self.position_bias
+            )
+            x = layer(x, rows[:, n_memory:], k, v, bias, first)
+        return F.dropout(self.norm(x), self.dropout, self.training), Memory(tuple(new_memory))
+
+    def new_cache(self, n_streams: int, lengths: Lengths | None = None) -> KVCache:
+        """Return an empty cache for inference over `n_streams` texts side by side.
+
+        Args:
+            n_streams: Streams (B).
+            lengths: Lengths to run at; None: those of training. The buffers take 2 N B (mem_len + tgt_len)
+                H E numbers, so a mem_len above the text's length should be cut to it.
+        """
+        lengths = lengths or self.lengths
+        weight = self.embed.weight
+        n_rows = lengths.mem_len + lengths.tgt_len
+        sinusoids = relative_sinusoids(
+            n_rows, weight.shape[1], clamp_len=lengths.clamp_len, dtype=weight.dtype, device=weight.device
+        )
+        distance_keys = tuple(layer.attention.distance_keys(sinusoids) for layer in self.each_layer())
+        n_head, d_head = self.content_bias.shape
+        shape = (n_streams, n_head, n_rows, d_head)
+        return KVCache(
+            keys=tuple(table.new_empty(shape) for table in distance_keys),
+            values=tuple(table.new_empty(shape) for table in distance_keys),
+            distance_keys=distance_keys,
+            n_memory=0,
+            n_segment=0,
+            lengths=lengths,
+        )
+
+    def extend(self, tokens: Int[Tensor, "B t"], cache: KVCache) -> tuple[Float[Tensor, "B t D"], KVCache]:
+        """Run the layers over the next tokens of the current segment, for inference.
+
+        When the segment is full, the next token opens a new one: the cache is cut to its last mem_len rows,
+        the only copy. So every token sees the memory as it was at its segment's start and everything since,
+        however the tokens are handed over.
+
+        Args:
+            tokens: The next `t` tokens of each stream, which must not cross the end of a segment.
+            cache: The cache; consumed, see `KVCache`.
+        """
+        lengths = cache.lengths
+        if cache.n_segment == lengths.tgt_len:
+            cache = _next_segment(cache)
+        n_new = tokens.shape[1]
+        assert cache.n_segment + n_new <= lengths.tgt_len, "tokens cross the end of a segment"
+        begin = cache.n_memory + cache.n_segment
+        n_keys = begin + n_new
+        first = self._first_keys(tokens, n_keys, lengths)
+
+        x = self._embed(tokens)
+        buffers = zip(self.each_layer(), cache.keys, cache.values, cache.distance_keys, strict=True)
+        for layer, keys, values, distance_keys in buffers:
+            rows = layer.attention_rows(x)
+            keys[:, :, begin:n_keys], values[:, :, begin:n_keys] = layer.attention.keys_values(rows)
+            bias = RelativeBias(distance_keys, self.content_bias, self.position_bias)
+            x = layer(x, rows, keys[:, :, :n_keys], values[:, :, :n_keys], bias, first)
+        return self.norm(x), cache._replace(n_segment=cache.n_segment + n_new)
+
+    def logits(self, hidden: Float[Tensor, "... D"]) -> Float[Tensor, "... V"]:
+        """Return the scores of the whole vocabulary before the softmax, in float32 at least."""
+        weight = self.embed.weight if self.head.weight is None else self.head.weight
+        logits = F.linear(hidden, weight, self.head.bias)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def log_probs(self, hidden: Float[Tensor, "... D"]) -> Float[Tensor, "... V"]:
+        """Return the log-probabilities of the whole vocabulary after each hidden state."""
+        return self.logits(hidden).log_softmax(dim=-1)
+
+    def nll(self, hidden: Float[Tensor, "B T D"], targets: Int[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+        """Return each target's negative log-likelihood in nats, in target order."""
+        logits = self.logits(hidden)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+
+    def n_parameters(self) -> tuple[int, int]:
+        """Return how many parameters belong to the vocabulary (embedding, head), and how many to the rest."""
+        total = sum(parameter.numel() for parameter in self.parameters())
+        vocabulary = sum(p.numel() for part in (self.embed, self.head) for p in part.parameters())
+        return vocabulary, total - vocabulary
+
+    def _embed(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
+        embedded = self.embed(tokens) * math.sqrt(self.embed.embedding_dim)
+        return F.dropout(embedded, self.dropout, self.training)
+
+    def _first_keys(
+        self, tokens: Int[Tensor, "B T"], n_keys: int, lengths: Lengths
+    ) -> Int[Tensor, "B T"] | None:
+        """Return the first key that each query may see under same_length."""
+        if lengths.span is None:
+            return None
+        position = torch.arange(n_keys - tokens.shape[1], n_keys, device=tokens.device)
+        return (position - lengths.span + 1).clamp(min=0).expand_as(tokens)
+
+
+class Head(nn.Module):
+    """What the output needs beside the hidden state: a bias, and a matrix unless the embedding serves."""
+
+    def __init__(self, d_model: int, n_vocab: int, *, tied: bool) -> None:
+        super().__init__()
+        self.weight = None if tied else nn.Parameter(torch.empty(n_vocab, d_model))
+        self.bias = nn.Parameter(torch.empty(n_vocab))
+
+
+def _next_segment(cache: KVCache) -> KVCache:
+    """Turn the finished segment into memory: keep the last mem_len rows, moved to the front."""
+    n_rows = cache.n_memory + cache.n_segment
+    n_kept = min(cache.lengths.mem_len, n_rows)
+    if n_kept < n_rows:
+        for buffer in (*cache.keys, *cache.values):
+            # Source and destination overlap where mem_len > tgt_len, hence the clone.
+            buffer[:, :, :n_kept] = buffer[:, :, n_rows - n_kept : n_rows].clone()
+    return cache._replace(n_memory=n_kept, n_segment=0)
