@@ -1,0 +1,321 @@
+"""Checkpoints: weights as safetensors, and the exact state of a training.
+
+    checkpoints/step-0000100/
+        model.safetensors     the weights, float32, under the model's parameter names
+        state.safetensors     optimizer, memory and random states: tensors under names of training's choice
+        state.json            counters and everything else that is no tensor
+
+safetensors is 8 bytes (little-endian length of the header), a JSON header and the tensors' bytes; the library
+checks that the header covers the file exactly. `model.safetensors` has one metadata key, `txl`: a JSON text
+with sorted keys,
+
+    {"model": {"clamp_len": null, ...}, "tokenizer": {"fingerprint": "9f86...", "kind": "char", ...}}
+
+so weights describe themselves. It is one key because safetensors writes several in random order. No file
+holds a path, a date or a duration: equal runs write equal bytes. A checkpoint's folder appears whole or not
+at all.
+
+Readers treat the files as a stranger's. Nothing is unpickled. Every size is held against the size of the file
+before anything is allocated: a model is built only if the file is large enough for its matrices. Names,
+shapes and types must match exactly.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from txlcli import UserError
+from txlcli.config import Config, ModelConfig, build, read_settings
+from txlcli.files import folder_whole, open_regular, read_at, read_bounded
+from txlcli.model import TransformerXL
+from txlcli.run import Run, choose_checkpoint, dump_json, parse_json, step_of
+from txlcli.tokenizer import Tokenizer, load_tokenizer
+
+_WEIGHTS = "model.safetensors"
+_STATE_TENSORS = "state.safetensors"
+_STATE_VALUES = "state.json"
+_METADATA_KEY = "txl"
+_HEADER_LIMIT_BYTES = 16 << 20
+_VALUES_LIMIT_BYTES = 1 << 20
+
+
+class NonFiniteError(ArithmeticError):
+    """Weights that are not finite were to be saved; the run's earlier checkpoints are untouched."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in evaluation mode with what belongs to it."""
+
+    model: TransformerXL
+    tokenizer: Tokenizer
+    config: Config
+    step: int
+    run: Run
+
+
+# Writing
+
+
+def describe_weights(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return what the weights' file says about itself."""
+    return {
+        "model": _model_settings(config),
+        "tokenizer": {**tokenizer.describe(), "fingerprint": tokenizer.fingerprint()},
+    }
+
+
+def save_checkpoint(
+    run: Run,
+    model: nn.Module,
+    *,
+    step: int,
+    metadata: Mapping[str, object],
+    tensors: Mapping[str, Tensor],
+    values: Mapping[str, object],
+) -> Path:
+    """Write the checkpoint of `step`, whole or not at all, in place of one that has this step.
+
+    Args:
+        run: The run.
+        model: The bare model, float32.
+        step: Steps done.
+        metadata: What `describe_weights` returns.
+        tensors: The training state's tensors, under names of the caller's choice.
+        values: The rest of the training state: finite JSON values.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        NonFiniteError: a weight is not finite. Nothing is written.
+        UserError: the disk refuses. Nothing is left under the checkpoint's name.
+    """
+    weights = model.state_dict()
+    for name, tensor in weights.items():
+        assert tensor.dtype is torch.float32, f"{name} is {tensor.dtype}"
+        if not bool(torch.isfinite(tensor).all()):
+            raise NonFiniteError(f"step {step}: `{name}` is not finite, so nothing was saved")
+    run.checkpoints_folder.mkdir(exist_ok=True)
+    path = run.checkpoint_path(step)
+    description = json.dumps(metadata, sort_keys=True, allow_nan=False)
+    with folder_whole(path, replace=True) as folder:
+        _write_tensors(folder / _WEIGHTS, weights, {_METADATA_KEY: description})
+        _write_tensors(folder / _STATE_TENSORS, tensors)
+        (folder / _STATE_VALUES).write_bytes(dump_json(values))
+    return path
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file, one tensor at a time.
+
+    The library's own writer (0.8) makes files that only their owner may read, and wraps what the operating
+    system says about a full disk in an error of its own kind.
+    """
+    assert sys.byteorder == "little", "safetensors is little-endian"
+    # Large elements first, so that every tensor is aligned to its own.
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        begin, end = end, end + tensor.numel() * tensor.itemsize
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            # An odd layout is straightened here: the file holds what the tensor shows.
+            plain = tensors[name].detach().cpu().contiguous().reshape(-1)
+            file.write(plain.view(torch.uint8).numpy().data)
+
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+# Reading
+
+
+def load_model(run: Run, which: str = "best", device: str | torch.device = "cpu") -> LoadedModel:
+    """Load the weights and tokenizer of a run.
+
+    Args:
+        run: The run.
+        which: `best`, `last` or a step.
+        device: Where the model goes.
+
+    Raises:
+        UserError: a file is missing, damaged, no safetensors, or does not belong to this run.
+    """
+    path = choose_checkpoint(run, which)
+    config = build(read_settings(run.config_path))
+    tokenizer = load_tokenizer(run.tokenizer_folder)
+    with _open_tensors(path / _WEIGHTS) as file:
+        described = _read_description(path / _WEIGHTS, file.metadata())
+        _check_tokenizer(path, described, tokenizer, run)
+        _check_settings(path, described, config.model)
+        _check_size(path / _WEIGHTS, config.model, tokenizer.n_vocab)
+        # The first weights are drawn and thrown away: nobody's random numbers may depend on that.
+        with torch.random.fork_rng(devices=[]):
+            model = TransformerXL(config.model, tokenizer.n_vocab)
+        _check_tensors(path / _WEIGHTS, file, model.state_dict())
+        _copy_tensors(file, model)
+    return LoadedModel(model.to(device).eval(), tokenizer, config, step_of(path), run)
+
+
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Copy the weights of a checkpoint's folder into a model of exactly their names and shapes.
+
+    Raises:
+        UserError: the file is missing, damaged, no safetensors, or written for another model.
+    """
+    with _open_tensors(path / _WEIGHTS) as file:
+        _check_tensors(path / _WEIGHTS, file, model.state_dict())
+        _copy_tensors(file, model)
+
+
+def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Load the training state of a checkpoint's folder: tensors and values, as `save_checkpoint` took them.
+
+    The tensors lie on the CPU and are the caller's own: the file is not kept open or mapped.
+
+    Raises:
+        UserError: a file is missing, damaged or no safetensors.
+    """
+    values = parse_json(read_bounded(path / _STATE_VALUES, _VALUES_LIMIT_BYTES), path / _STATE_VALUES)
+    with _open_tensors(path / _STATE_TENSORS) as file:
+        return {name: file.get_tensor(name).clone() for name in file.keys()}, values  # noqa: SIM118
+
+
+@contextmanager
+def _open_tensors(path: Path) -> Iterator[Any]:
+    """Open a safetensors file whose header fits the file; `Any` because the library has no types."""
+    _check_header(path)
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except SafetensorError as error:
+        raise UserError(f"{path}: damaged; {error}; {_REMEDY}") from error
+
+
+_REMEDY = "take another step with --checkpoint STEP"
+
+
+def _check_header(path: Path) -> None:
+    """Tell a cut or foreign file by its first bytes, before any reader acts on the length it claims."""
+    fd = open_regular(path)
+    try:
+        start, size = read_at(fd, 8, 0), os.fstat(fd).st_size
+    finally:
+        os.close(fd)
+    if start[:4] == b"PK\x03\x04" or (start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05"):
+        raise UserError(f"{path}: a pickle or archive, not safetensors; txl never opens those; {_REMEDY}")
+    length = int.from_bytes(start, "little")
+    if len(start) < 8 or length > size - 8:
+        raise UserError(f"{path}: cut short or not safetensors; got {size:,} bytes; {_REMEDY}")
+    if length > _HEADER_LIMIT_BYTES:
+        raise UserError(f"{path}: its header is too large; got {length:,} bytes; not a file of txl")
+
+
+def _read_description(path: Path, metadata: dict[str, str] | None) -> dict[str, Any]:
+    text = (metadata or {}).get(_METADATA_KEY)
+    if text is None:
+        raise UserError(f"{path}: has no metadata `{_METADATA_KEY}`; not a checkpoint of txl")
+    described = parse_json(text, f"{path}: metadata `{_METADATA_KEY}`")
+    if not all(isinstance(described.get(part), dict) for part in ("model", "tokenizer")):
+        raise UserError(f"{path}: metadata `{_METADATA_KEY}` must hold `model` and `tokenizer`; damaged")
+    return described
+
+
+def _check_tokenizer(path: Path, described: Mapping[str, Any], tokenizer: Tokenizer, run: Run) -> None:
+    expected, found = described["tokenizer"].get("fingerprint"), tokenizer.fingerprint()
+    if expected != found:
+        raise UserError(
+            f"{path}: trained with another tokenizer than {run.tokenizer_folder / 'tokenizer.json'}; "
+            f"sha256 {str(expected)[:12]}, got {found[:12]}; put the run's own tokenizer back"
+        )
+
+
+def _check_settings(path: Path, described: Mapping[str, Any], config: ModelConfig) -> None:
+    settings = _model_settings(config)
+    for name in sorted(settings.keys() | described["model"].keys()):
+        expected, found = described["model"].get(name), settings.get(name)
+        if expected != found:
+            raise UserError(
+                f"{path}: written for {name} {_show(expected)}, config.yaml says {_show(found)}; "
+                "put the run's own config.yaml back"
+            )
+
+
+def _check_size(path: Path, config: ModelConfig, n_vocab: int) -> None:
+    """Refuse a file that is too small for the model's matrices, before the model is built.
+
+    Building it on torch's meta device would check every shape first, but loads a second's worth of modules.
+    """
+    attention = 5 * config.d_model * config.n_head * config.d_head
+    feedforward = 2 * config.d_model * config.d_inner
+    least = 4 * (n_vocab * config.d_model + config.n_layer * (attention + feedforward))
+    size = path.stat().st_size
+    if size < least:
+        raise UserError(
+            f"{path}: too small for this model; got {size:,} bytes, the weights take {least:,}; {_REMEDY}"
+        )
+
+
+def _check_tensors(path: Path, file: Any, expected: Mapping[str, Tensor]) -> None:
+    """Hold names, shapes and types against the model's, from the header alone."""
+    names = set(file.keys())
+    missing, unknown = sorted(expected.keys() - names), sorted(names - expected.keys())
+    if missing:
+        found = f"it has `{unknown[0][:100]}` instead" if unknown else "the file is incomplete"
+        raise UserError(f"{path}: has no tensor `{missing[0]}`; {found}; {_REMEDY}")
+    if unknown:
+        raise UserError(f"{path}: has a tensor that is not the model's; got `{unknown[0][:100]}`; {_REMEDY}")
+    for name, tensor in expected.items():
+        stored = file.get_slice(name)
+        if list(stored.get_shape()) != list(tensor.shape):
+            raise UserError(
+                f"{path}: `{name}` has another shape than the model's; "
+                f"got {stored.get_shape()}, expected {list(tensor.shape)}; {_REMEDY}"
+            )
+        if stored.get_dtype() != "F32":
+            raise UserError(f"{path}: `{name}` must be float32; got {stored.get_dtype()}; {_REMEDY}")
+
+
+@torch.no_grad()
+def _copy_tensors(file: Any, model: nn.Module) -> None:
+    # Copied, since a tensor of the library may be a view of the mapped file, which pruning deletes.
+    for name, tensor in model.state_dict().items():
+        tensor.copy_(file.get_tensor(name))
+
+
+def _model_settings(config: ModelConfig) -> dict[str, Any]:
+    """List the model's settings; each is a plain JSON value."""
+    return {leaf.name: getattr(config, leaf.name) for leaf in fields(config)}
+
+
+def _show(value: object) -> str:
+    return "nothing" if value is None else str(value)

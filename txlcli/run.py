@@ -1,0 +1,476 @@
+"""The run folder: where everything that a run was and is lies, and how to find it again.
+
+    config.yaml                    the settings, each a plain value
+    tokenizer.json, tokenizer.*    text to ids and back
+    data/                          the store of training and held-out ids
+    metrics.jsonl                  one JSON object a line, `event` first
+    checkpoints/step-0000100/      weights and exact training state (see checkpoint.py)
+    pointers.json                  {"best": 80, "best_nll": 1.52, "last": 100}
+
+A folder is a run when it has a `config.yaml`. A checkpoint's folder appears whole or not at all, so the
+newest one on disk is the last one. `pointers.json` is written after it: its time says which run saved last,
+and it is the only place that knows which step is best. `best` and `best_nll` are null before the first
+evaluation; then best is last. Nothing here holds an absolute path: a run may be moved and copied.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from txlcli import UserError
+from txlcli.config import Config, build, read_settings
+from txlcli.files import describe_error, read_bounded, remove_leftovers, write_whole
+from txlcli.tokenizer import load_tokenizer
+
+RUNS = Path("runs")
+_POINTERS_LIMIT_BYTES = 4096
+_METRICS_LINE_LIMIT_BYTES = 65_536
+_NAME_LIMIT_BYTES = 200
+_STEP_NAME = re.compile(r"step-(\d{7,18})", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder and the names in it."""
+
+    folder: Path
+    made: tuple[Path, ...] = field(default=(), compare=False, repr=False)
+    """The folders that `new_run` had to make for it, innermost first."""
+
+    @property
+    def config_path(self) -> Path:
+        """The resolved settings."""
+        return self.folder / "config.yaml"
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Where `tokenizer.json` lies: the run folder itself."""
+        return self.folder
+
+    @property
+    def data_folder(self) -> Path:
+        """The store of token ids."""
+        return self.folder / "data"
+
+    @property
+    def metrics_path(self) -> Path:
+        """What happened, one JSON object a line."""
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def checkpoints_folder(self) -> Path:
+        """Where the checkpoints lie, one folder a step."""
+        return self.folder / "checkpoints"
+
+    @property
+    def pointers_path(self) -> Path:
+        """The small file that names best and last."""
+        return self.folder / "pointers.json"
+
+    def checkpoint_path(self, step: int) -> Path:
+        """The folder of the checkpoint of `step`, there or not."""
+        return self.checkpoints_folder / f"step-{step:07d}"
+
+
+@dataclass(frozen=True)
+class Pointers:
+    """The steps of the best and the last checkpoint, and the best's held-out nats per token."""
+
+    best: int | None = None
+    last: int | None = None
+    best_nll: float | None = None
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What `txl runs` shows of a run."""
+
+    run: Run
+    config: Config
+    tokenizer: str
+    n_vocab: int
+    step: int | None
+    """The last saved step; None: nothing was saved yet."""
+    steps: int | None
+    """The length of the run."""
+    best_step: int | None
+    best_nll: float | None
+    best_bits_per_byte: float | None
+    n_bytes: int
+    """Size on disk."""
+
+
+# Finding and making runs
+
+
+def open_run(path: str | Path) -> Run:
+    """Open an existing run.
+
+    Raises:
+        UserError: `path` is not a run; the message says what is missing.
+    """
+    folder = Path(path)
+    if not folder.exists():
+        raise UserError(f"{folder}: no such run folder; `txl runs` lists those under {RUNS}/")
+    if not folder.is_dir():
+        raise UserError(f"{folder}: not a run but a file; name the run's folder")
+    if not (folder / "config.yaml").is_file():
+        raise UserError(
+            f"{folder}: not a run, it has no config.yaml; `txl train` makes one, `txl runs` lists them"
+        )
+    return Run(folder)
+
+
+def new_run(path: Path | None, stem: str) -> Run:
+    """Make the folder of a new run and test that it can be written to.
+
+    Args:
+        path: The folder that was asked for; it may exist if it is empty. None: `runs/<stem>`, or the first
+            free of `runs/<stem>-2`, `runs/<stem>-3`, ...
+        stem: The corpus' name without its ending.
+
+    Raises:
+        UserError: the folder is in use or cannot be written to. Nothing is left behind.
+    """
+    run = _make_numbered(_name_from(stem)) if path is None else _make_given(path)
+    probe = run.folder / ".write-test"
+    try:
+        write_whole(probe, b"txl\n")
+        probe.unlink()
+        run.checkpoints_folder.mkdir()
+    except (OSError, UserError) as error:
+        discard_run(run)
+        raise _cannot_make(run.folder, error) from error
+    return run
+
+
+def discard_run(run: Run) -> None:
+    """Remove a run that came to nothing, and the folders that were made for it.
+
+    Only for a run from `new_run`, whose folder was absent or empty before.
+    """
+    for entry in run.folder.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+    for folder in run.made:
+        try:
+            folder.rmdir()
+        except OSError:
+            break  # somebody else has put something there meanwhile
+
+
+def list_runs(root: Path = RUNS) -> list[Run]:
+    """List the runs directly under `root`, by name.
+
+    Raises:
+        UserError: `root` is no folder that can be read.
+    """
+    try:
+        return [Run(folder) for folder in sorted(root.iterdir()) if (folder / "config.yaml").is_file()]
+    except OSError as error:
+        raise UserError(
+            f"{root}: no folder of runs here ({describe_error(error)}); train one with `txl train FILE`"
+        ) from error
+
+
+def latest_run(root: Path = RUNS) -> Run:
+    """Find the run under `root` that saved last.
+
+    Raises:
+        UserError: there is none with a checkpoint.
+    """
+    saved = [(_saved_at(run), run.folder) for run in list_runs(root)] if root.is_dir() else []
+    moment, folder = max(saved, default=(-1, root))
+    if moment < 0:
+        raise UserError(
+            f"{root}: no run with a checkpoint here; train one with `txl train FILE`, or name one with --run"
+        )
+    return Run(folder)
+
+
+def _saved_at(run: Run) -> int:
+    try:
+        return run.pointers_path.stat().st_mtime_ns
+    except OSError:
+        return -1
+
+
+def _name_from(stem: str) -> str:
+    while len(os.fsencode(stem)) > _NAME_LIMIT_BYTES:
+        stem = stem[:-1]
+    return stem if stem.strip(".") else "corpus"
+
+
+def _make_numbered(name: str) -> Run:
+    made: tuple[Path, ...] = () if RUNS.exists() else (RUNS,)
+    number = 1
+    while True:
+        folder = RUNS / (name if number == 1 else f"{name}-{number}")
+        try:
+            RUNS.mkdir(exist_ok=True)
+            # Two trainings that start at once must not share a folder: mkdir fails for the second.
+            folder.mkdir()
+        except FileExistsError:
+            if not RUNS.is_dir():
+                raise UserError(f"{RUNS}: a file has this name; name a folder with --out DIR") from None
+            number += 1
+        except OSError as error:
+            raise _cannot_make(folder, error) from error
+        else:
+            return Run(folder, (folder, *made))
+
+
+def _make_given(path: Path) -> Run:
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        is_empty = next(path.iterdir(), None) is None
+    except OSError as error:
+        raise _cannot_make(path, error) from error
+    if not is_empty:
+        raise UserError(
+            f"--out: `{path}` exists and is not empty; name another, or continue with `--resume {path}`"
+        )
+    return Run(path, tuple(missing))
+
+
+def _cannot_make(folder: Path, error: OSError | UserError) -> UserError:
+    reason = describe_error(error) if isinstance(error, OSError) else str(error).rpartition("; ")[2]
+    return UserError(f"{folder}: cannot write a run here; {reason}; name another folder with --out DIR")
+
+
+# Checkpoints: their names and the pointers to them
+
+
+def list_checkpoints(run: Run) -> list[int]:
+    """List the steps of the checkpoints on disk, ascending."""
+    try:
+        names = [entry.name for entry in run.checkpoints_folder.iterdir()]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"{run.checkpoints_folder}: cannot be read; {describe_error(error)}") from error
+    return sorted(int(match[1]) for name in names if (match := _STEP_NAME.fullmatch(name)))
+
+
+def step_of(checkpoint: Path) -> int:
+    """Read the step off a checkpoint's folder."""
+    match = _STEP_NAME.fullmatch(checkpoint.name)
+    assert match, f"{checkpoint} is not the folder of a checkpoint"
+    return int(match[1])
+
+
+def choose_checkpoint(run: Run, which: str = "best") -> Path:
+    """Find the checkpoint that `which` names: `best`, `last` or a step.
+
+    Raises:
+        UserError: there is no such checkpoint; the message names those that are there.
+    """
+    steps = list_checkpoints(run)
+    if not steps:
+        raise UserError(
+            f"{run.folder}: has no checkpoint yet; continue it with `txl train --resume {run.folder}`"
+        )
+    if which == "last":
+        return run.checkpoint_path(steps[-1])
+    if which == "best":
+        best = read_pointers(run).best
+        step = steps[-1] if best is None else best
+        remedy = "take another with --checkpoint last"
+    elif which.isascii() and which.isdigit():
+        step = int(which[:19])
+        remedy = f"it has {_enumerate(steps)}"
+    else:
+        raise UserError(f"--checkpoint: must be best, last or a step; got `{which}`")
+    if step not in steps:
+        raise UserError(f"{run.folder}: no checkpoint of step {step}; {remedy}")
+    return run.checkpoint_path(step)
+
+
+def read_pointers(run: Run) -> Pointers:
+    """Read which steps are best and last.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    path = run.pointers_path
+    if not path.exists():
+        return Pointers()
+    values = parse_json(read_bounded(path, _POINTERS_LIMIT_BYTES), path)
+    best, last, best_nll = (values.get(name) for name in ("best", "last", "best_nll"))
+    is_sound = (
+        all(step is None or (type(step) is int and step >= 0) for step in (best, last))
+        and (best_nll is None or type(best_nll) in (int, float))
+        and set(values) == {"best", "last", "best_nll"}
+    )
+    if not is_sound:
+        raise UserError(
+            f"{path}: damaged; must hold `best`, `best_nll` and `last`; "
+            "delete it, and best is last until the next evaluation"
+        )
+    return Pointers(best, last, None if best_nll is None else float(best_nll))
+
+
+def write_pointers(run: Run, pointers: Pointers) -> None:
+    """Write which steps are best and last, whole or not at all."""
+    values = {"best": pointers.best, "last": pointers.last, "best_nll": pointers.best_nll}
+    write_whole(run.pointers_path, dump_json(values))
+
+
+def prune_checkpoints(run: Run, keep: int) -> list[int]:
+    """Delete all checkpoints but the newest `keep` and the best; return the steps that went."""
+    kept = {*list_checkpoints(run)[-keep:], read_pointers(run).best}
+    gone = [step for step in list_checkpoints(run) if step not in kept]
+    for step in gone:
+        remove_checkpoint(run.checkpoint_path(step))
+    return gone
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Delete a checkpoint so that what is half deleted never looks like one."""
+    doomed = path.with_name(f".{path.name}.deleted.tmp")
+    shutil.rmtree(doomed, ignore_errors=True)
+    shutil.rmtree(path.rename(doomed))
+
+
+def sweep_run(run: Run) -> list[Path]:
+    """Remove what a killed process left under temporary names; only for the run's one writer."""
+    folders = [run.folder, run.checkpoints_folder, run.data_folder]
+    return [path for folder in folders if folder.is_dir() for path in remove_leftovers(folder)]
+
+
+def _enumerate(steps: list[int]) -> str:
+    shown = steps if len(steps) <= 8 else [*steps[:3], *steps[-4:]]
+    texts = [str(step) for step in shown]
+    if len(shown) < len(steps):
+        texts.insert(3, "...")
+    return ", ".join(texts)
+
+
+# Metrics
+
+
+def append_metrics(run: Run, values: Mapping[str, object]) -> None:
+    """Add one line to metrics.jsonl; numbers that are not finite become null."""
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
+    line = json.dumps(finite, allow_nan=False, ensure_ascii=False) + "\n"
+    with run.metrics_path.open("ab") as file:
+        file.write(line.encode())
+
+
+def metrics_length(run: Run) -> int:
+    """Measure metrics.jsonl in bytes.
+
+    A checkpoint records this length, so the lines that it counts are made durable first.
+    """
+    try:
+        with run.metrics_path.open("rb") as file:
+            os.fsync(file.fileno())
+            return os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        return 0
+
+
+def cut_metrics(run: Run, n_bytes: int) -> bool:
+    """Cut metrics.jsonl to the length that a checkpoint recorded, so that no line comes twice.
+
+    Returns:
+        False if the file is shorter than that: somebody has edited it, and it is left alone.
+    """
+    length = metrics_length(run)
+    if length > n_bytes:
+        with run.metrics_path.open("r+b") as file:
+            file.truncate(n_bytes)
+            os.fsync(file.fileno())
+    return length >= n_bytes
+
+
+def _bits_per_byte(run: Run, step: int) -> float | None:
+    """Find the held-out bits per byte that metrics.jsonl gives for `step`."""
+    found = None
+    # A summary does without: the file may be gone or cut by hand.
+    with suppress(OSError, UserError), run.metrics_path.open("rb") as file:
+        while line := file.readline(_METRICS_LINE_LIMIT_BYTES):
+            if b'"eval"' in line:
+                values = parse_json(line, run.metrics_path)
+                if values.get("event") == "eval" and values.get("step") == step:
+                    value = values.get("bits_per_byte")
+                    found = value if isinstance(value, float) else None
+    return found
+
+
+# Summary
+
+
+def describe_run(run: Run) -> RunSummary:
+    """Summarize a run for `txl runs`.
+
+    Raises:
+        UserError: a file of the run is missing or damaged.
+    """
+    config = build(read_settings(run.config_path))
+    tokenizer = load_tokenizer(run.tokenizer_folder)
+    pointers = read_pointers(run)
+    steps = list_checkpoints(run)
+    return RunSummary(
+        run=run,
+        config=config,
+        tokenizer=tokenizer.kind,
+        n_vocab=tokenizer.n_vocab,
+        step=steps[-1] if steps else None,
+        steps=config.train.steps,
+        best_step=pointers.best,
+        best_nll=pointers.best_nll,
+        best_bits_per_byte=None if pointers.best is None else _bits_per_byte(run, pointers.best),
+        n_bytes=_size(run.folder),
+    )
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            # A training that goes on may just have pruned it.
+            with suppress(FileNotFoundError):
+                total += Path(parent, name).lstat().st_size
+    return total
+
+
+# JSON
+
+
+def parse_json(data: bytes | str, place: object) -> dict[str, Any]:
+    """Parse a JSON object; `Any` because JSON's values are, and whoever reads one checks it.
+
+    Raises:
+        UserError: it is not JSON, or no object; the message begins with `place`.
+    """
+    try:
+        values = json.loads(data, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deep" if isinstance(error, RecursionError) else str(error).lower()
+        raise UserError(f"{place}: damaged, not valid JSON; {reason}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{place}: damaged; must hold a JSON object, got {type(values).__name__}")
+    return values
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number in JSON")
+
+
+def dump_json(values: Mapping[str, object]) -> bytes:
+    """Write a JSON object with sorted keys, so that equal values give equal bytes."""
+    return (json.dumps(values, sort_keys=True, allow_nan=False, ensure_ascii=False, indent=1) + "\n").encode()
