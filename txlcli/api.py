@@ -1,0 +1,265 @@
+"""From Python: load a run, continue texts, score texts.
+
+    from txlcli import load
+
+    lm = load("runs/corpus")
+    lm.generate("Once", max_tokens=100).text
+    lm.score("Once upon a time").bits_per_byte
+
+Results are what the commands print, as dataclasses; nothing is printed here.
+"""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from txlcli import UserError
+from txlcli.checkpoint import load_model
+from txlcli.config import Config, check, leaf
+from txlcli.data import Counts, Split, TokenStore, encode_text, open_counts, open_split, read_store_info
+from txlcli.device import Precision, choose_device, choose_precision
+from txlcli.evaluate import Score, evaluate, final_score
+from txlcli.generate import Event, GeneratedText, Prompt, SamplingOptions, encode_prompt, generate, to_bytes
+from txlcli.model import Lengths, TransformerXL
+from txlcli.run import Run, latest_run, open_run
+from txlcli.sources import find_corpus
+from txlcli.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A trained model of a run, ready to generate and to score.
+
+    Attributes:
+        run: The run that it was loaded from.
+        step: The step of its checkpoint.
+        config: The run's settings.
+        model: The network, in evaluation mode.
+        tokenizer: Text to ids and back.
+        start_id: The token that an empty prompt starts from.
+        device: Where the network lies.
+        precision: What was asked for: `auto`, `fp32`, `bf16` or `fp16`.
+    """
+
+    run: Run
+    step: int
+    config: Config
+    model: TransformerXL
+    tokenizer: Tokenizer
+    start_id: int
+    device: torch.device
+    precision: str = "auto"
+
+    # Generating
+
+    def generate(
+        self,
+        prompt: str | bytes = "",
+        *,
+        max_tokens: int = SamplingOptions.max_tokens,
+        temperature: float = SamplingOptions.temperature,
+        top_k: int = SamplingOptions.top_k,
+        top_p: float = SamplingOptions.top_p,
+        min_p: float = SamplingOptions.min_p,
+        repetition_penalty: float = SamplingOptions.repetition_penalty,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        mem_len: int | None = None,
+        tgt_len: int | None = None,
+    ) -> GeneratedText:
+        """Continue a text once; the parameters are those of `SamplingOptions`.
+
+        Args:
+            prompt: What to continue.
+            max_tokens: Tokens to draw.
+            temperature: 0 takes the most probable token.
+            top_k: 0: off.
+            top_p: 1: off.
+            min_p: 0: off.
+            repetition_penalty: 1: off.
+            seed: None: a fresh one, which the result names.
+            stop: A text, or several, that end the sample.
+            mem_len: Rows of memory; None: as trained.
+            tgt_len: Tokens in a segment; None: as trained.
+
+        Raises:
+            UserError: an option makes no sense, or the prompt is no text.
+        """
+        options = SamplingOptions(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            mem_len=mem_len,
+            tgt_len=tgt_len,
+        )
+        return self.samples(prompt, options)[0]
+
+    def samples(self, prompt: str | bytes, options: SamplingOptions) -> list[GeneratedText]:
+        """Continue a text `options.num_samples` times, side by side."""
+        events = self.stream(prompt, options)
+        finished = (event for event in events if isinstance(event, GeneratedText))
+        return sorted(finished, key=lambda result: result.sample)
+
+    def stream(self, prompt: str | bytes | Prompt, options: SamplingOptions) -> Iterator[Event]:
+        """Continue a text, yielding pieces as they are made and each sample when it ends."""
+        read = prompt if isinstance(prompt, Prompt) else self.read_prompt(prompt)
+        return generate(
+            self.model, self.tokenizer, read, options, precision=self._precision(is_generating=True)
+        )
+
+    def read_prompt(self, prompt: str | bytes) -> Prompt:
+        """Turn a prompt into tokens; its notices name characters that the vocabulary does not have."""
+        return encode_prompt(self.tokenizer, prompt, self.start_id)
+
+    # Scoring
+
+    def score(
+        self,
+        text: str | bytes | Path,
+        *,
+        mem_len: int | None = None,
+        tgt_len: int | None = None,
+        clamp_len: int | None = None,
+        same_length: Literal["off", "mem_len", "mem_len+1"] | None = None,
+        batch_size: int | None = None,
+        encoding: str = "utf-8",
+    ) -> Score:
+        """Score a text: every token but the first once, from an empty memory.
+
+        Args:
+            text: A text, its bytes, or the path of a file or folder.
+            mem_len: Rows of memory; None, as for the next three: as trained.
+            tgt_len: Tokens in a segment.
+            clamp_len: Distances beyond this share one encoding.
+            same_length: Whether every query sees equally many keys.
+            batch_size: Streams side by side at most; the totals do not depend on it. None: as many as pay.
+            encoding: Encoding of bytes and files.
+
+        Raises:
+            UserError: the text is too short, is not in this encoding, or cannot be read; a length makes no
+                sense.
+        """
+        lengths = self._lengths(mem_len, tgt_len, clamp_len, same_length)
+        with self._encoded(text, encoding) as (store, counts, place):
+            return self._score(store, counts, lengths, batch_size, place)
+
+    def score_split(
+        self,
+        split: Split = "valid",
+        *,
+        mem_len: int | None = None,
+        tgt_len: int | None = None,
+        clamp_len: int | None = None,
+        same_length: Literal["off", "mem_len", "mem_len+1"] | None = None,
+        batch_size: int | None = None,
+    ) -> Score:
+        """Score a held-out part that the run keeps, `valid` or `test`; the parameters are those of `score`.
+
+        Raises:
+            UserError: the run holds no such part.
+        """
+        lengths = self._lengths(mem_len, tgt_len, clamp_len, same_length)
+        folder = self.run.folder
+        with open_split(folder, split) as store, open_counts(folder, split) as counts:
+            return self._score(store, counts, lengths, batch_size, str(store.path))
+
+    def _score(
+        self, store: TokenStore, counts: Counts, lengths: Lengths, batch_size: int | None, place: str
+    ) -> Score:
+        if batch_size is not None and batch_size < 1:
+            raise UserError(f"batch_size: must be 1 or more; got {batch_size}")
+        precision = self._precision(is_generating=False)
+        return final_score(
+            evaluate(
+                self.model,
+                store,
+                counts,
+                lengths=lengths,
+                n_stream=batch_size,
+                precision=precision,
+                place=place,
+            )
+        )
+
+    def _lengths(
+        self, mem_len: int | None, tgt_len: int | None, clamp_len: int | None, same_length: str | None
+    ) -> Lengths:
+        given = {"mem_len": mem_len, "tgt_len": tgt_len, "clamp_len": clamp_len, "same_length": same_length}
+        changes: dict[str, Any] = {  # Any: each setting's own type, which `check` sees to
+            name: check(leaf(name), value) for name, value in given.items() if value is not None
+        }
+        return self.model.lengths._replace(**changes)
+
+    @contextmanager
+    def _encoded(self, text: str | bytes | Path, encoding: str) -> Iterator[tuple[TokenStore, Counts, str]]:
+        """Encode a text to a store in a temporary folder, the same way as a file of the command line."""
+        with tempfile.TemporaryDirectory(prefix="txl-") as name:
+            folder = Path(name)
+            path = text if isinstance(text, Path) else folder / "text"
+            place = str(text) if isinstance(text, Path) else "text"
+            if not isinstance(text, Path):
+                path.write_bytes(to_bytes(text, place))
+                encoding = "utf-8" if isinstance(text, str) else encoding
+            try:
+                corpus = find_corpus([str(path)], encoding=encoding, raw=self.tokenizer.kind == "byte")
+                for _ in encode_text(corpus, self.tokenizer, folder):
+                    pass  # progress, which nobody watches here
+            except UserError as error:
+                raise UserError(str(error).replace(str(path), place)) from error
+            with open_split(folder, "test") as store, open_counts(folder, "test") as counts:
+                yield store, counts, place
+
+    def _precision(self, *, is_generating: bool) -> Precision:
+        """Resolve `auto`: float32, but on CUDA text is generated in the precision of training."""
+        name = self.precision
+        if name == "auto" and is_generating and self.device.type == "cuda":
+            name = self.config.machine.precision
+        return choose_precision(name, self.device, training=False)
+
+
+def load(
+    path: str | Path | None = None,
+    checkpoint: str | int = "best",
+    *,
+    device: str = "auto",
+    precision: str = "auto",
+    threads: int | None = None,
+) -> LanguageModel:
+    """Load a run.
+
+    Args:
+        path: The run's folder; None: the run under `runs/` that saved last.
+        checkpoint: `best`, `last` or a step.
+        device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.
+        precision: Of matrix products: `fp32`, `bf16`, `fp16`; `auto`: as the commands choose.
+        threads: CPU threads of this process from now on; None: as they are.
+
+    Raises:
+        UserError: the folder is no run, its files are damaged, or this machine lacks the device or precision.
+    """
+    chosen = choose_device(device)
+    choose_precision(precision, chosen, training=False)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    run = latest_run() if path is None else open_run(path)
+    loaded = load_model(run, str(checkpoint), chosen)
+    return LanguageModel(
+        run=run,
+        step=loaded.step,
+        config=loaded.config,
+        model=loaded.model,
+        tokenizer=loaded.tokenizer,
+        start_id=read_store_info(run.folder).start_id,
+        device=chosen,
+        precision=precision,
+    )
