@@ -1,0 +1,719 @@
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import typer.main
+import yaml
+from typer.testing import CliRunner
+
+from txlcli import UserError, config, train
+from txlcli.cli import main
+from txlcli.cli.flags import parse_mem_lens
+from txlcli.generate import SamplingOptions
+from txlcli.run import Run
+
+SIZES = "--d-model 16 --n-layer 2 --n-head 2 --tgt-len 8 --mem-len 8 --batch-size 4 --clamp-len none"
+TINY = f"{SIZES} --device cpu --precision fp32 --optimizer adamw --lr 0.02".split()
+TEXT = "".join(f"the quick brown fox jumps over {number % 7} lazy dogs.\n" for number in range(60))
+
+
+def run(*args, code=0, stdin=None, env=None):
+    """Run a command line in this process; return what it wrote and check its exit code."""
+    result = CliRunner().invoke(main, [str(arg) for arg in args], input=stdin, env=env)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, result.stderr
+    return result
+
+
+def refusal(*args):
+    """Run a command line that is refused; return the last line on stderr without `error: `."""
+    result = run(*args, code=2)
+    assert result.stdout == ""
+    *before, line = result.stderr.splitlines()
+    assert not any(line.startswith(("error", "Traceback")) for line in before)
+    return line.removeprefix("error: ")
+
+
+def start(*args, **kwargs):
+    """Start the program in a process of its own."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    env |= kwargs.pop("env", {})
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, *map(str, args)], stdout=pipe, stderr=pipe, env=env, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run that the program itself has trained, to be read only."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_text(TEXT)
+    torch.set_num_threads(1)
+    out = folder / "runs" / "text"
+    flags = ["--tokenizer", "char", "--steps", "12", "--eval-every", "4", "--valid-fraction", "0.2"]
+    run("train", folder / "text.txt", *TINY, *flags, "--test", folder / "text.txt", "--out", out)
+    return out
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+# The flags of every command
+
+SHARED_MACHINE = {"--device": "auto", "--precision": "auto", "--threads": None}
+SETTINGS = {
+    flag: None
+    for leaf in config.LEAVES
+    if leaf.flag is not None
+    for flag in ([leaf.flag] if leaf.negative_flag is None else [f"{leaf.flag}/{leaf.negative_flag}"])
+}
+FLAGS = {
+    "train": {
+        "CORPUS": None,
+        "--config/-c": None,
+        "--out/-o": None,
+        "--resume": None,
+        "--stop-at": None,
+        "--dry-run": False,
+        "--quiet": False,
+        **SETTINGS,
+    },
+    "generate": {
+        "--prompt": None,
+        "--prompt-file": None,
+        "--echo/--no-echo": True,
+        "--run": None,
+        "--checkpoint": "best",
+        "--json": False,
+        "--logprobs": False,
+        "--quiet": False,
+        "--max-tokens": 500,
+        "--temperature": 0.8,
+        "--top-k": 0,
+        "--top-p": 0.95,
+        "--min-p": 0.0,
+        "--repetition-penalty": 1.0,
+        "--seed": None,
+        "--num-samples": 1,
+        "--stop": None,
+        "--mem-len": None,
+        "--tgt-len": None,
+        **SHARED_MACHINE,
+    },
+    "eval": {
+        "FILE": None,
+        "--run": None,
+        "--checkpoint": "best",
+        "--split": None,
+        "--encoding": None,
+        "--by-line": False,
+        "--per-token": None,
+        "--json": False,
+        "--quiet": False,
+        "--mem-len": None,
+        "--tgt-len": None,
+        "--clamp-len": None,
+        "--same-length": None,
+        "--batch-size": None,
+        **SHARED_MACHINE,
+    },
+    "config": {"KEY": None, "--list": False, "--run": None, "--config/-c": None, "--json": False},
+    "runs": {"DIR": "runs", "--json": False},
+}
+
+
+def test_commands():
+    assert list(typer.main.get_command(main).commands) == list(FLAGS)
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_flags_and_defaults(command):
+    found = {}
+    for parameter in typer.main.get_command(main).commands[command].params:
+        is_flag = parameter.opts[0].startswith("-")
+        names = [*parameter.opts, *parameter.secondary_opts]
+        found["/".join(names) if is_flag else parameter.metavar] = parameter.default
+    assert found == FLAGS[command]
+
+
+def test_settings_of_a_model_that_cannot_be_built_yet_have_no_flag():
+    unbuilt = {"--position", "--cutoffs", "--div-val", "--untie-r", "--compile", "--interactive"}
+    unbuilt |= {"--plot", "--sliding-window", "--effective-context"}
+    for command in FLAGS:
+        text = run(command, "--help").stdout
+        assert not unbuilt & set(re.findall(r"--[a-z-]+", text))
+    assert "auto|eager" in run("train", "--help", env={"COLUMNS": "200"}).stdout
+
+
+def test_help_names_every_flag_with_its_default_and_real_examples():
+    text = run("train", "--help", env={"COLUMNS": "240"}).stdout
+    for leaf in config.LEAVES:
+        if leaf.flag is not None:
+            row = next(line for line in text.splitlines() if f"│ {leaf.flag} " in line)
+            assert f"{leaf.help} [default: {leaf.default_text}]" in row
+    assert "\n   txl train corpus.txt" in text
+    for command in FLAGS:
+        assert f"txl {command}" in run(command, "--help").stdout.partition("Examples:")[2]
+
+
+def test_defaults_of_sampling_are_those_of_python():
+    for flag, default in FLAGS["generate"].items():
+        name = flag.removeprefix("--").replace("-", "_")
+        if hasattr(SamplingOptions, name) and name != "stop":
+            assert getattr(SamplingOptions, name) == default
+
+
+def test_program_without_a_command_shows_its_help():
+    assert run().stdout == run("--help").stdout
+    assert "txl train corpus.txt" in run("-h").stdout
+
+
+def test_version_names_what_a_bug_report_needs():
+    lines = run("--version").stdout.splitlines()
+    assert lines[0].startswith("txl ")
+    assert lines[2].startswith(f"torch {torch.__version__}, ")
+    assert lines[3].startswith("device c")
+    assert lines[4] == "attention eager"
+
+
+@pytest.mark.parametrize("args", [["train", "--help"], ["config"], ["generate", "--top-p", "0", "--x"]])
+def test_help_does_not_load_torch(args):
+    code = f"""if True:
+        import sys
+        from txlcli.cli import main
+        try:
+            main({args})
+        except SystemExit:
+            pass
+        heavy = {{"torch", "numpy", "tqdm", "sentencepiece"}} & set(sys.modules)
+        assert not heavy, heavy
+    """
+    process = start("-c", code)
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors
+
+
+# Flags to settings
+
+
+def settings_of(monkeypatch, *args):
+    """The settings and parameters that `train` hands over for a command line."""
+    given = {}
+
+    def begin(settings, **parameters):
+        given.update(parameters, settings=settings)
+        return iter(())
+
+    monkeypatch.setattr(train, "begin", begin)
+    run("train", *args)
+    return given
+
+
+def test_each_flag_sets_its_setting(monkeypatch):
+    values = {"int": "3", "float": "0.5", "str": "utf-8", "bool": None}
+    special = {"device": "cpu", "epochs": None, "minutes": None, "valid_fraction": None}
+    args, expected = [], {"corpus": ("a.txt", "b")}
+    for leaf in config.LEAVES:
+        value = special.get(leaf.name, leaf.choices[-1] if leaf.choices else values.get(leaf.kind, ""))
+        if leaf.name in expected or (value is None and leaf.kind != "bool"):
+            continue
+        args += [leaf.negative_flag] if leaf.kind == "bool" else [leaf.flag, value]
+        expected[leaf.name] = False if leaf.kind == "bool" else config.parse(leaf, value, config.FLAG)
+    given = settings_of(monkeypatch, "a.txt", "b", *args)
+    assert {name: sourced.value for name, sourced in given["settings"].items()} == expected
+    assert {sourced.origin for sourced in given["settings"].values()} == {config.FLAG}
+    assert given["out"] is None
+    assert given["dry_run"] is False
+    assert given["is_from_file"] is False
+
+
+def test_flags_win_over_the_file_and_a_length_over_every_length(monkeypatch, tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("model:\n  n_layer: 3\n  d_model: 32\ntrain:\n  minutes: 2\n")
+    given = settings_of(
+        monkeypatch, "a.txt", "-c", path, "--n-layer", "5", "--steps", "7", "-o", "x", "--dry-run"
+    )
+    values = {name: sourced.value for name, sourced in given["settings"].items()}
+    assert values == {"corpus": ("a.txt",), "n_layer": 5, "d_model": 32, "steps": 7}
+    assert given["settings"]["d_model"].origin == f"{path}:3"
+    assert (given["out"], given["dry_run"], given["is_from_file"]) == (Path("x"), True, True)
+
+
+def test_none_unsets_a_setting_of_the_file(monkeypatch, tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("data:\n  corpus: a.txt\nmodel:\n  clamp_len: 3\n")
+    given = settings_of(monkeypatch, "-c", path, "--clamp-len", "none")
+    assert given["settings"]["clamp_len"].value is None
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("trian", "trian: no such command; did you mean train?"),
+        ("xyzzy", "xyzzy: no such command; see txl --help"),
+        ("--vresion", "--vresion: no such option; did you mean --version?"),
+        ("train a.txt --n-layers 3", "--n-layers: no such option; did you mean --n-layer?"),
+        ("train a.txt --n_layer 3", "--n_layer: no such option; did you mean --n-layer?"),
+        ("train a.txt --xyzzy", "--xyzzy: no such option; see txl train --help"),
+        ("train a.txt --steps", "--steps: needs a value"),
+        ("train", "CORPUS: missing; name text files, folders, or - for standard input; see txl train --help"),
+        ("train a.txt --n-layer 0", "--n-layer: must be a whole number of at least 1; got `0`"),
+        ("train a.txt --lr fast", "--lr: must be a number above 0; got `fast`"),
+        ("train a.txt --norm per", "--norm: must be one of post, pre; got `per`; did you mean `pre`?"),
+        ("train a.txt --steps 3 --minutes 2", "--minutes: cannot go with --steps; give one of them"),
+        ("train a.txt --stop-at 0", "--stop-at: must be a step of at least 1; got 0"),
+        ("train a.txt --stop-at x", "--stop-at: must be a whole number; got `x`"),
+        ("train a.txt -c nope.yaml", "nope.yaml: no such file"),
+        ("train a.txt", "a.txt: cannot be read; no such file or directory"),
+        ("train a.txt --resume r", "CORPUS: cannot go with --resume; the run has its own text and settings"),
+        ("train --resume r --out x", "--out: cannot go with --resume; the run has its own text and settings"),
+        ("train --resume r", "r: no such run folder; `txl runs` lists those under runs/"),
+        ("generate x", "got unexpected extra argument(s) (x); see txl generate --help"),
+        ("generate --temperature -1", "--temperature: must be a finite number, 0 or more; got -1.0"),
+        ("generate --temperature nan", "--temperature: must be a finite number, 0 or more; got nan"),
+        ("generate --temperature hot", "--temperature: must be a number; got `hot`"),
+        ("generate --top-k -1", "--top-k: must be 0 (off) or more; got -1"),
+        ("generate --top-k 1.5", "--top-k: must be a whole number; got `1.5`"),
+        ("generate --top-p 0", "--top-p: must be above 0 and at most 1; got 0.0"),
+        ("generate --top-p 1.5", "--top-p: must be above 0 and at most 1; got 1.5"),
+        ("generate --logprobs", "--logprobs: goes with --json only"),
+        ("generate --prompt a --prompt-file b", "--prompt-file: cannot go with --prompt; give one of them"),
+        ("generate --threads 0", "--threads: must be a whole number of at least 1 and at most 4096; got `0`"),
+        ("generate --precision fp8", "--precision: must be one of auto, fp32, bf16, fp16; got `fp8`"),
+        ("eval --split dev", "--split: must be valid or test; got `dev`"),
+        ("eval a.txt --split test", "--split: cannot go with FILE; give one of them"),
+        ("eval --encoding utf-8", "--encoding: goes with FILE only; held-out text is stored as tokens"),
+        ("eval --tgt-len 0", "--tgt-len: must be a whole number of at least 1; got `0`"),
+        ("eval --same-length on", "--same-length: must be one of off, mem_len, mem_len+1; got `on`"),
+        ("eval --per-token a --mem-len 1,2", "--per-token: takes one memory length; got --mem-len 1,2"),
+        ("config n_layers", "n_layers: unknown setting; did you mean `n_layer`?"),
+        ("config --run a -c b", "--config: cannot go with --run; give one of them"),
+    ],
+)
+def test_refusals(line, error):
+    assert refusal(*line.split()) == error
+
+
+@pytest.mark.parametrize("line", ["--device cuda:99", "--device tpu", "--precision fp16 --device cpu"])
+def test_a_device_or_precision_that_is_not_there_is_refused(trained, text, line):
+    for command in (
+        ["train", text, "--steps", 2],
+        ["generate", "--run", trained],
+        ["eval", "--run", trained],
+    ):
+        assert re.match("--(device|precision): ", refusal(*command, *line.split()))
+    assert not Path("runs").exists()
+
+
+def test_without_a_run_generate_and_eval_say_what_to_do():
+    assert refusal("generate").startswith(
+        "runs: no run with a checkpoint here; train one with `txl train FILE`"
+    )
+    assert refusal("eval") == refusal("generate")
+
+
+@pytest.mark.parametrize("item", [" ", "-1", "1e3", "x", "²", "1" * 4999])
+def test_memory_lengths_that_are_none(item):
+    for line in (item, f"64,{item}", f"{item},64"):
+        with pytest.raises(UserError) as caught:
+            parse_mem_lens(line)
+        assert str(caught.value).startswith(
+            "--mem-len: each length must be a whole number from 0 to 999999999; got `"
+        )
+        assert len(str(caught.value)) < 160
+
+
+def test_memory_lengths():
+    assert parse_mem_lens("0, 64,512 ,64") == (0, 64, 512, 64)
+
+
+# Errors to exit codes
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    def begin(*_, **__):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(train, "begin", begin)
+    result = CliRunner().invoke(main, ["train", "a.txt"])
+    assert isinstance(result.exception, ZeroDivisionError)
+    assert result.exit_code == 1
+
+
+def test_a_training_that_goes_non_finite_fails_in_one_line(monkeypatch):
+    def begin(*_, **__):
+        raise train.NonFinite("step 7: 5 steps in a row were not finite")
+
+    monkeypatch.setattr(train, "begin", begin)
+    result = run("train", "a.txt", code=1)
+    assert (result.stdout, result.stderr) == ("", "error: step 7: 5 steps in a row were not finite\n")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, typer.Abort])
+def test_an_interruption_without_a_signal(monkeypatch, error):
+    def begin(*_, **__):
+        raise error
+
+    monkeypatch.setattr(train, "begin", begin)
+    assert run("train", "a.txt", code=130).stderr == ""
+
+
+def test_control_codes_in_errors_are_shown():
+    assert refusal("runs", "a\x1b[31mb").startswith("a\\x1b[31mb: no folder of runs here")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_asks_and_the_command_ends_by_itself(monkeypatch, number, code):
+    asked = []
+
+    def begin(*_, should_stop, **__):
+        asked.append(should_stop())
+        os.kill(os.getpid(), number)
+        deadline = time.monotonic() + 5
+        while not should_stop() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        asked.append(should_stop())
+        yield train.Notice("saved")
+
+    monkeypatch.setattr(train, "begin", begin)
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), threading.active_count()
+    result = run("train", "a.txt", code=code)
+    assert asked == [False, True]
+    assert result.stderr == "note: saved\n"
+    assert before == (
+        signal.getsignal(signal.SIGINT),
+        signal.getsignal(signal.SIGTERM),
+        threading.active_count(),
+    )
+
+
+@pytest.mark.parametrize(("second", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_second_signal_ends_at_once(second, code):
+    script = """if True:
+        import time
+        from txlcli.cli.signals import listening
+        with listening("asked") as interruption:
+            print("ready", flush=True)
+            time.sleep(60)
+    """
+    process = start("-c", script)
+    assert process.stdout.readline() == b"ready\n"
+    process.send_signal(signal.SIGINT)
+    assert process.stderr.readline() == b"asked\n"
+    process.send_signal(second)
+    assert process.wait(timeout=10) == code
+    process.communicate()
+
+
+def test_whoever_stops_reading_ends_a_command_quietly_in_any_locale(trained):
+    args = ["generate", "--run", trained, "--max-tokens", 50_000, "--prompt", "東京"]
+    process = start("-m", "txlcli", *args, env={"PYTHONIOENCODING": "ascii"})
+    assert process.stdout.read(20).startswith("東京".encode())
+    process.stdout.close()
+    assert re.fullmatch(rb"note: prompt: [ -~]+\n.* - step [ -~]+\n", process.stderr.read())
+    assert process.wait(timeout=60) == 0
+    process.stderr.close()
+
+
+def test_a_training_that_nobody_watches_any_more_is_saved(monkeypatch):
+    shown = []
+
+    def begin(*_, should_stop, **__):
+        yield train.Notice("one")
+        assert should_stop()
+        yield train.Notice("two")
+
+    def show(_, event):
+        shown.append(event.text)
+        raise BrokenPipeError
+
+    monkeypatch.setattr(train, "begin", begin)
+    monkeypatch.setattr("txlcli.report.Training.show", show)
+    run("train", "a.txt", code=130)
+    assert shown == ["one", "two"]
+
+
+def test_a_training_whose_result_nobody_reads_is_done(monkeypatch):
+    def begin(*_, **__):
+        yield train.Finished(3, Run(Path("a")), "length", None, None, None, None)
+
+    def show(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(train, "begin", begin)
+    monkeypatch.setattr("txlcli.report.Training.show", show)
+    # What the program closes then is this process' own output.
+    monkeypatch.setattr("txlcli.cli.errors._silence", lambda: None)
+    run("train", "a.txt", code=0)
+
+
+# Train
+
+
+def test_training_in_a_log_file(text):
+    flags = ["--tokenizer", "byte", "--steps", "60", "--valid-fraction", "0.2", "--eval-every", "30"]
+    result = run("train", text, *TINY, *flags, env={"NO_COLOR": "1", "TERM": "dumb"})
+    names = [line.split()[0] for line in result.stdout.splitlines()]
+    assert names in (["done", "best", "run"], ["done", "best", "last", "run"])
+    assert result.stdout.splitlines()[-1] == "run   runs/text"
+    assert not re.search("[\r\x1b]", result.stdout + result.stderr)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("step ")]
+    assert 20 <= len(lines) <= 60
+    assert re.fullmatch(
+        r"step 1/60  loss \d\.\d{3}  \d\.\d{3} bits/byte  lr \d\.\de-\d\d  [\d,]+ tokens/s", lines[0]
+    )
+    hints = result.stderr.splitlines()[-2:]
+    assert hints == [
+        "next  txl generate --run runs/text --prompt 'Once'",
+        "      txl eval --run runs/text --mem-len 0,8,16,32",
+    ]
+    again = run("train", text, *TINY, "--tokenizer", "byte", "--steps", 1, "--quiet")
+    assert again.stdout.splitlines()[-1] == "run   runs/text-2"
+    assert again.stderr == ""
+
+
+def test_stopping_and_resuming(trained, text):
+    flags = ["--tokenizer", "char", "--steps", "12", "--eval-every", "4", "--valid-fraction", "0.2"]
+    first = run("train", text, *TINY, *flags, "--test", text, "--out", "a", "--stop-at", 5)
+    assert "stopped as asked" in first.stdout
+    assert "next  txl train --resume a\n" in first.stderr
+    second = run("train", "--resume", "a")
+    assert "done  step 12 in " in second.stdout
+    weights = Path("checkpoints/step-0000012/model.safetensors")
+    assert ("a" / weights).read_bytes() == (trained / weights).read_bytes()
+    third = run("train", "--resume", "a")
+    assert "note: a: is finished at step 12; a larger --steps continues it\n" in third.stderr
+    assert refusal("train", "--resume", "a", "--lr", 1).startswith("--lr: cannot change on resume; ")
+
+
+def test_dry_run_writes_nothing(text):
+    before = sorted(Path.cwd().rglob("*"))
+    result = run("train", text, "--dry-run", "--steps", 5, "--device", "cpu")
+    assert "steps       5 of " in result.stdout
+    assert "|t|h|e|" in result.stdout.replace("│", "|")
+    assert sorted(Path.cwd().rglob("*")) == before
+
+
+# Generate
+
+
+def generate(trained, *args, **kwargs):
+    return run("generate", "--run", trained, "--max-tokens", 30, "--seed", 1, *args, **kwargs)
+
+
+@pytest.mark.parametrize("prompt", ["the", "t", "", "ﬁx ", "x" * 100])
+def test_echo_is_the_prompt_and_nothing_else(trained, prompt):
+    with_echo = generate(trained, "--prompt", prompt)
+    without = generate(trained, "--prompt", prompt, "--no-echo")
+    assert with_echo.stdout_bytes == prompt.encode() + without.stdout_bytes
+    assert "seed 1 " in with_echo.stderr
+
+
+def test_prompts_from_files_and_standard_input(trained, tmp_path):
+    prompt = "the quick\r\n\nfox "
+    (tmp_path / "p.txt").write_bytes(prompt.encode())
+    expected = generate(trained, "--prompt", prompt).stdout_bytes
+    assert generate(trained, "--prompt-file", tmp_path / "p.txt").stdout_bytes == expected
+    assert generate(trained, "--prompt-file", "-", stdin=prompt).stdout_bytes == expected
+    # Standard input is not read unasked.
+    assert generate(trained, stdin="abc").stdout_bytes == generate(trained).stdout_bytes
+
+
+def test_samples_are_parted_by_an_empty_line(trained):
+    result = generate(trained, "--num-samples", 3, "--stop", "\n", "--no-echo")
+    assert len(result.stdout.split("\n\n")) == 3
+    assert generate(trained, "--quiet").stderr == ""
+
+
+def test_generated_json(trained):
+    args = ["--prompt", "the ", "--num-samples", 2, "--json"]
+    lines = [json.loads(line) for line in generate(trained, *args, "--logprobs").stdout.splitlines()]
+    for line in lines:
+        names = ["sample", "prompt", "text", "tokens", "stop", "seed", "tokens_per_s", "logprobs"]
+        assert list(line) == names
+        assert (line["prompt"], line["tokens"], line["stop"], line["seed"]) == ("the ", 30, "length", 1)
+        assert len(line["logprobs"]) == 30
+    assert "logprobs" not in json.loads(generate(trained, *args).stdout.splitlines()[0])
+    texts = generate(trained, "--prompt", "the ", "--num-samples", 2).stdout
+    assert texts == "the " + lines[0]["text"] + "\n\n" + "the " + lines[1]["text"]
+
+
+def test_the_run_that_saved_last_is_taken_and_named(trained, monkeypatch):
+    monkeypatch.chdir(trained.parent.parent)
+    result = run("generate", "--max-tokens", 5)
+    assert result.stderr.startswith("runs/text · step ")
+    seeds = {re.search(r"seed (\d+)", run("generate", "--max-tokens", 5).stderr)[1] for _ in range(3)}
+    assert len(seeds) == 3
+
+
+# Eval
+
+
+def evaluate(trained, *args, **kwargs):
+    return run("eval", "--run", trained, *args, **kwargs)
+
+
+def test_eval_table(trained):
+    result = evaluate(trained, "--mem-len", "0, 64,8,64")
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert [line[0] for line in lines[3:7]] == ["0", "64*", "8", "64*"]
+    assert lines[4] == lines[6]
+    for fact in (
+        "text      valid text of the run",
+        "scored    from empty memory over the whole text, every token but the first scored",
+        "newlines  part of the text, scored like every other token",
+        "rules     same_length off · no clamp_len · fp32 on cpu",
+        "* longer than in training: mem_len 8, tgt_len 8",
+        "this text chose the checkpoint",
+    ):
+        assert fact in result.stdout
+    assert re.search(rf"model     {re.escape(str(trained))} · step \d+ \(best\)", result.stdout)
+    assert evaluate(trained, "--quiet").stderr == ""
+
+
+def test_eval_json(trained, text):
+    result = json.loads(evaluate(trained, text, "--json", "--mem-len", "0,8", "--batch-size", 3).stdout)
+    assert {"run", "step", "file", "bytes", "protocol", "rows"} <= set(result)
+    assert (result["file"], result["split"], result["bytes"]) == (str(text), None, len(TEXT))
+    assert result["protocol"]["memory_start"] == "empty"
+    assert [row["mem_len"] for row in result["rows"]] == [0, 8]
+    for row in result["rows"]:
+        names = (
+            "mem_len tgt_len context_min context_max tokens nll total_nll perplexity bytes_scored"
+            " chars_scored bits_per_byte bits_per_char tokens_per_s"
+        )
+        assert set(names.split()) <= set(row)
+        assert row["tokens"] == row["bytes_scored"] == len(TEXT) - 1
+        assert row["nll"] == row["total_nll"] / row["tokens"]
+        # Rounding of three operations in float64.
+        assert row["bits_per_byte"] * row["bytes_scored"] == pytest.approx(
+            row["total_nll"] / math.log(2), rel=1e-14
+        )
+
+
+def test_eval_reads_standard_input_and_the_splits_of_the_run(trained, text):
+    def total(*args, **kwargs):
+        result = json.loads(evaluate(trained, *args, "--json", **kwargs).stdout)
+        return result["rows"][0]["total_nll"], result["file"], result["split"]
+
+    assert total("-", stdin=TEXT) == (total(text)[0], "-", None)
+    assert total("--split", "test") == (total(text)[0], None, "test")
+    assert total()[1:] == (None, "valid")
+
+
+def test_eval_with_other_lengths(trained):
+    def row(*args):
+        return json.loads(evaluate(trained, "--json", *args).stdout)["rows"][0]
+
+    assert row("--tgt-len", 5, "--mem-len", 3)["context_max"] == 8
+    assert row("--same-length", "mem_len+1")["context_max"] == 9
+    assert row("--clamp-len", 2)["total_nll"] != row()["total_nll"]
+    assert row("--clamp-len", "none")["total_nll"] == row()["total_nll"]
+
+
+def test_per_token_scores_add_up(trained, text):
+    result = json.loads(evaluate(trained, text, "--json", "--per-token", "a.tsv").stdout)
+    header, *lines = Path("a.tsv").read_text().splitlines()
+    assert header == "token\ttext\tnats\tbyte_offset"
+    rows = [line.split("\t") for line in lines]
+    assert "".join(row[1] for row in rows).replace("\\n", "\n") == TEXT[1:]
+    assert [int(row[3]) for row in rows] == list(range(1, len(TEXT)))
+    # The sum is made in another order.
+    assert sum(float(row[2]) for row in rows) == pytest.approx(result["rows"][0]["total_nll"], rel=1e-12)
+
+
+def test_a_file_of_token_scores_is_whole_or_not_there(trained, tmp_path):
+    (tmp_path / "one.txt").write_text("a")
+    refusal("eval", tmp_path / "one.txt", "--run", trained, "--per-token", "a.tsv")
+    assert [path.name for path in Path.cwd().iterdir()] == ["one.txt"]
+    assert "no such file" in refusal("eval", "--run", trained, "--per-token", "nowhere/a.tsv")
+
+
+def test_eval_by_line(trained, text):
+    row = json.loads(evaluate(trained, text, "--by-line", "--json").stdout)["rows"][0]
+    assert row["tokens"] == len(TEXT)
+
+
+@pytest.mark.parametrize("content", ["", "a"])
+def test_eval_refuses_what_has_no_token_to_score(trained, tmp_path, content):
+    (tmp_path / "a.txt").write_text(content)
+    assert refusal("eval", tmp_path / "a.txt", "--run", trained).startswith(f"{tmp_path / 'a.txt'}: ")
+
+
+# Config and runs
+
+
+def test_config_shows_defaults_and_explains_one():
+    lines = run("config").stdout.splitlines()
+    assert lines[0] == "data"
+    assert any(line.split() == ["n_layer", "4", "default"] for line in lines)
+    assert run("config", "mem-len").stdout == config.leaf("mem_len").explain() + "\n"
+
+
+def test_config_of_a_run_names_every_origin(trained):
+    text = run("config", "--run", trained).stdout
+    rows = {line.split()[0]: line for line in text.splitlines()}
+    assert rows["n_layer"].split() == ["n_layer", "2", "flag"]
+    assert "plan: " in rows["warmup"]
+    shown = run("config", "n_layer", "--run", trained).stdout
+    assert shown.splitlines()[-1] == "  here     2  (flag)"
+
+
+def test_config_of_a_file_as_json(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("model:\n  n_layer: 3\n")
+    rows = json.loads(run("config", "-c", path, "--json").stdout)
+    assert len(rows) == len(config.LEAVES)
+    assert next(row for row in rows if row["key"] == "model.n_layer")["origin"] == f"{path}:2"
+    assert json.loads(run("config", "n_layer", "-c", path, "--json").stdout)["value"] == 3
+
+
+def test_presets_are_listed_with_what_they_say_of_themselves():
+    text = run("config", "--list").stdout
+    rows = json.loads(run("config", "--list", "--json").stdout)
+    assert [row["name"] for row in rows] == list(config.presets())
+    assert all(row["name"] in text and row["summary"] in text for row in rows)
+
+
+def test_runs(trained):
+    text = run("runs", trained.parent).stdout
+    assert "12/12" in text
+    (row,) = json.loads(run("runs", trained.parent, "--json").stdout)
+    assert (row["run"], row["step"], row["steps"], row["tokenizer"]) == (str(trained), 12, 12, "char")
+    assert row["settings"]["d_model"] == 16
+
+
+def test_a_damaged_run_does_not_hide_the_others(trained, tmp_path):
+    (tmp_path / "runs" / "bad").mkdir(parents=True)
+    (tmp_path / "runs" / "bad" / "config.yaml").write_text("model:\n  n_layers: 3\n")
+    result = run("runs")
+    assert result.stdout == ""
+    assert result.stderr.startswith("note: runs/bad/config.yaml:2: ")
+
+
+def test_an_empty_folder_of_runs(tmp_path):
+    (tmp_path / "runs").mkdir()
+    assert json.loads(run("runs", "--json").stdout) == []
+    assert run("runs").stderr == "note: runs: no runs here; train one with `txl train FILE`\n"
+
+
+def test_config_yaml_of_a_run_is_what_its_flags_said(trained):
+    values = yaml.safe_load((trained / "config.yaml").read_text())
+    assert values["model"]["d_model"] == 16
+    assert values["train"]["steps"] == 12

@@ -1,0 +1,441 @@
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from txlcli import UserError
+from txlcli.config import FLAG, LEAVES, LENGTHS, Config, ModelConfig, Settings, Sourced, build, from_flags
+from txlcli.data import steps_per_epoch
+from txlcli.plan import (
+    EVAL_SHARE,
+    EVALUATIONS,
+    Facts,
+    Known,
+    Measured,
+    changed_by_plan,
+    fit_streams,
+    heads,
+    intervals,
+    last_eval_is_whole,
+    plan_length,
+    plan_text,
+    run_s,
+    step_tokens,
+    steps_within,
+    take_from_run,
+)
+
+quick = settings(deadline=None, max_examples=100)
+
+BOOK = Facts(
+    n_bytes=3_190_524,
+    n_characters=3_030_998,
+    alphabet_size=78,
+    script="latin",
+    device_kind="cpu",
+    has_bf16=True,
+    has_muon=True,
+    n_train_tokens=900_000,
+    n_valid_tokens=45_000,
+)
+CHINESE_NOVEL = dataclasses.replace(
+    BOOK, n_bytes=2_570_501, n_characters=818_916, alphabet_size=4_232, script="cjk"
+)
+SHORT = dataclasses.replace(BOOK, n_bytes=40_000, n_characters=38_000, alphabet_size=50)
+QUICK_MACHINE = Measured(step_s=0.1, eval_s=0.5, eval_token_s=5e-5, save_s=0.05, spent_s=20.0)
+
+
+def values(planned: Settings) -> dict[str, object]:
+    return {name: sourced.value for name, sourced in planned.items()}
+
+
+def planned(facts: Facts = BOOK, **flags: str) -> dict[str, object]:
+    return values(plan_text(from_flags(flags), facts))
+
+
+def test_a_book_on_a_cpu() -> None:
+    found = plan_text({}, BOOK)
+    assert values(found) == {
+        "device": "cpu",
+        "precision": "bf16",
+        "attention": "eager",
+        "tokenizer": "sentencepiece",
+        "vocab_size": 4096,
+        "n_layer": 4,
+        "d_model": 160,
+        "norm": "pre",
+        "n_head": 4,
+        "d_head": 40,
+        "d_inner": 640,
+        "tgt_len": 64,
+        "mem_len": 64,
+        "clamp_len": 96,
+        "batch_size": 16,
+        "optimizer": "muon",
+        "lr": 0.004,
+        "schedule": "cosine",
+        "lr_end": 0.0,
+    }
+    assert found["n_layer"].origin == "plan: 4 layers of 160 on a cpu"
+    assert found["tokenizer"].origin == "plan: 1 MB of text or more"
+    assert found["precision"].origin == "plan: this cpu has bf16 units"
+    assert all(sourced.origin.startswith("plan: ") for sourced in found.values())
+
+
+def test_cuda_takes_a_larger_model() -> None:
+    found = planned(dataclasses.replace(BOOK, device_kind="cuda"))
+    sizes = ("n_layer", "d_model", "n_head", "d_head", "tgt_len", "mem_len", "batch_size", "device")
+    assert [found[name] for name in sizes] == [6, 384, 6, 64, 256, 256, 32, "cuda"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "tokenizer", "vocab_size"),
+    [
+        (BOOK, "sentencepiece", 4096),
+        (CHINESE_NOVEL, "sentencepiece", 8192),
+        (dataclasses.replace(BOOK, n_bytes=1_000_000, n_characters=950_000), "sentencepiece", 1024),
+        (dataclasses.replace(BOOK, n_bytes=999_999), "char", None),
+        (dataclasses.replace(BOOK, n_bytes=10**12, n_characters=10**12), "sentencepiece", 32_768),
+        (SHORT, "char", None),
+    ],
+)
+def test_the_unit_follows_the_text(facts: Facts, tokenizer: str, vocab_size: int | None) -> None:
+    found = planned(facts)
+    assert (found["tokenizer"], found.get("vocab_size")) == (tokenizer, vocab_size)
+
+
+def test_vocabulary_of_a_tokenizer_asked_for() -> None:
+    assert planned(SHORT, tokenizer="sentencepiece")["vocab_size"] == 512
+    assert planned(BOOK, tokenizer="word")["vocab_size"] == 16_384
+    assert planned(BOOK, tokenizer="word", vocab_size="none")["vocab_size"] is None
+    assert planned(BOOK, tokenizer="word", vocab_size="77")["vocab_size"] == 77
+    assert "vocab_size" not in planned(BOOK, tokenizer="char")
+    raw = dataclasses.replace(BOOK, n_characters=None, alphabet_size=0, script="none")
+    assert "vocab_size" not in planned(raw, tokenizer="byte")
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_bf16", "precision"),
+    [
+        ("cpu", True, "bf16"),
+        ("cpu", False, "fp32"),
+        ("cuda", True, "bf16"),
+        ("cuda", False, "fp32"),
+        ("mps", True, "fp32"),
+    ],
+)
+def test_precision_follows_the_device(kind: str, has_bf16: bool, precision: str) -> None:
+    facts = dataclasses.replace(BOOK, device_kind=kind, has_bf16=has_bf16)
+    assert planned(facts)["precision"] == precision
+    assert planned(facts, precision="auto")["precision"] == precision
+    assert planned(facts, precision="fp16")["precision"] == "fp16"
+
+
+def test_auto_is_left_to_the_plan_and_a_name_is_not() -> None:
+    facts = dataclasses.replace(BOOK, device_kind="cuda")
+    assert planned(facts, device="auto", attention="auto")["device"] == "cuda"
+    assert planned(facts, device="cuda:1")["device"] == "cuda:1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "d_model", "n_head", "d_head", "d_inner"),
+    [
+        ({"d_model": "64"}, 64, 2, 32, 256),
+        ({"d_model": "256"}, 256, 8, 32, 1024),
+        ({"d_model": "194"}, 194, 2, 97, 776),
+        ({"d_model": "2"}, 2, 1, 2, 8),
+        ({"n_head": "5"}, 160, 5, 32, 640),
+        ({"n_head": "3"}, 162, 3, 54, 648),
+        ({"n_head": "7"}, 154, 7, 22, 616),
+        ({"d_head": "64"}, 160, 2, 64, 640),
+        ({"d_head": "300"}, 160, 1, 300, 640),
+        ({"d_inner": "99"}, 160, 4, 40, 99),
+        ({"n_head": "3", "d_head": "10"}, 160, 3, 10, 640),
+        ({"d_model": "128", "n_head": "8"}, 128, 8, 16, 512),
+    ],
+)
+def test_widths_fit_the_one_given(
+    flags: dict[str, str], d_model: int, n_head: int, d_head: int, d_inner: int
+) -> None:
+    model = build(plan_text(from_flags(flags), BOOK)).model
+    assert (model.d_model, model.n_head, model.d_inner) == (d_model, n_head, d_inner)
+    assert model.d_head == d_head or "d_head" not in flags
+
+
+@quick
+@given(d_model=st.integers(1, 5000).map(lambda half: 2 * half), kind=st.sampled_from(["cpu", "cuda", "mps"]))
+def test_any_width_alone_gives_heads_that_divide_it(d_model: int, kind: str) -> None:
+    facts = dataclasses.replace(BOOK, device_kind=kind)
+    model = build(plan_text(from_flags({"d_model": str(d_model)}), facts)).model
+    assert model.n_head * model.d_head == d_model
+
+
+@quick
+@given(n_head=st.integers(1, 2000))
+def test_any_number_of_heads_alone_gives_a_width_that_they_divide(n_head: int) -> None:
+    model = build(plan_text(from_flags({"n_head": str(n_head)}), BOOK)).model
+    assert (model.n_head, model.n_head * model.d_head) == (n_head, model.d_model)
+
+
+def test_heads_that_do_not_divide_a_width_are_refused_not_mended() -> None:
+    with pytest.raises(UserError) as error:
+        build(plan_text(from_flags({"d_model": "100", "n_head": "3"}), BOOK))
+    assert str(error.value).startswith("--n-head: n_head 3 does not divide d_model 100")
+
+
+def test_memory_is_as_long_as_the_segment_asked_for() -> None:
+    assert planned(tgt_len="32")["mem_len"] == 32
+    assert planned(mem_len="0")["tgt_len"] == 64
+    assert (planned(mem_len="0")["mem_len"], planned(mem_len="7")["mem_len"]) == (0, 7)
+
+
+def test_distances_that_training_hardly_sees_share_one_encoding() -> None:
+    lengths = [("64", "64"), ("64", "0"), ("64", "256"), ("256", "64"), ("1", "1")]
+    found = [planned(tgt_len=tgt_len, mem_len=mem_len)["clamp_len"] for tgt_len, mem_len in lengths]
+    assert found == [96, 64, 288, 256, 1]
+    assert planned(clamp_len="none")["clamp_len"] is None
+    assert planned(clamp_len="5")["clamp_len"] == 5
+
+
+def test_streams_split_into_the_parts_asked_for() -> None:
+    assert [planned(accumulate=parts)["batch_size"] for parts in ("1", "3", "16", "40")] == [16, 18, 16, 40]
+
+
+def test_optimizer() -> None:
+    assert planned(dataclasses.replace(BOOK, has_muon=False))["optimizer"] == "adamw"
+    assert planned(optimizer="sgd")["lr"] == 0.1
+    assert planned(lr="1")["lr"] == 1.0
+
+
+def test_with_a_file_only_the_machine_is_found() -> None:
+    file = {"n_layer": Sourced(9, "c.yaml:2"), "precision": Sourced("auto", "c.yaml:3")}
+    found = plan_text(file, BOOK, from_file=True)
+    assert set(found) == {"n_layer", "device", "precision", "attention"}
+    assert found["precision"] == Sourced("bf16", "plan: this cpu has bf16 units")
+    length = plan_length(found | {"steps": Sourced(40, "c.yaml:9")}, BOOK, from_file=True)
+    assert "warmup" not in length
+    assert build(length).optim.warmup == 50
+
+
+def test_steps_given_are_not_measured() -> None:
+    def measure(settings: Settings) -> Measured:
+        raise AssertionError("nothing is measured for a length in steps")
+
+    length = plan_length(plan_text(from_flags({"steps": "4000"}), BOOK), BOOK, measure)
+    assert length["steps"] == Sourced(4000, FLAG)
+    names = ("eval_every", "save_every", "log_every", "warmup", "eval_tokens")
+    # 0.05 x 4,000 steps x (899,999 / 879) tokens / (20 evaluations x 2/3)
+    assert [length[name].value for name in names] == [200, 200, 20, 200, 15_358]
+    assert length["eval_tokens"].origin == "plan: evaluations cost at most 5% of the run"
+
+
+def test_epochs_become_steps() -> None:
+    length = plan_length(plan_text(from_flags({"epochs": "1.5"}), BOOK), BOOK)
+    assert length["steps"] == Sourced(1318, "plan: 1.5 epochs of 879 steps")
+    assert "epochs" not in length
+    tiny = plan_length(plan_text(from_flags({"epochs": "0.001"}), SHORT), SHORT)
+    assert tiny["steps"].value == 1
+
+
+def test_minutes_become_steps_that_end_in_time() -> None:
+    asked = []
+
+    def measure(settings: Settings) -> Measured:
+        asked.append(settings)
+        return QUICK_MACHINE
+
+    length = plan_length(plan_text(from_flags({"minutes": "3"}), BOOK), BOOK, measure)
+    steps = length["steps"].value
+    assert isinstance(steps, int)
+    assert length["steps"].origin == "plan: 3 minutes at 0.1 s a step"
+    assert not set(LENGTHS) & set(length) - {"steps"}
+    assert len(asked) == 1
+    assert asked[0]["minutes"] == Sourced(3.0, FLAG)
+    known = Known({name: sourced for name, sourced in length.items() if name in asked[0]})
+    seconds = run_s(steps, known, BOOK, QUICK_MACHINE)
+    assert 0.98 * 160 < seconds <= 160
+
+
+def test_nothing_said_of_the_length_is_ten_minutes() -> None:
+    length = plan_length(plan_text({}, BOOK), BOOK, lambda settings: QUICK_MACHINE)
+    assert length["steps"].origin == "plan: 10 minutes at 0.1 s a step"
+    assert "minutes" not in length
+
+
+def test_without_a_measurement_the_length_stays_open() -> None:
+    length = plan_length(plan_text({}, BOOK), BOOK)
+    assert length["minutes"] == Sourced(10.0, "plan: nothing said of the length")
+    assert "steps" not in length
+
+
+@quick
+@given(
+    seconds=st.floats(-100, 1e5),
+    step_s=st.floats(1e-4, 100),
+    eval_s=st.floats(0, 10),
+    eval_token_s=st.floats(0, 1e-3),
+    save_s=st.floats(0, 10),
+    flags=st.sampled_from([{}, {"eval_every": "7"}, {"save_every": "3", "eval_tokens": "500"}]),
+    n_valid=st.sampled_from([0, 2, 45_000]),
+)
+def test_steps_fill_the_time_and_no_more(
+    seconds: float,
+    step_s: float,
+    eval_s: float,
+    eval_token_s: float,
+    save_s: float,
+    flags: dict[str, str],
+    n_valid: int,
+) -> None:
+    facts = dataclasses.replace(BOOK, n_valid_tokens=n_valid)
+    measured = Measured(step_s=step_s, eval_s=eval_s, eval_token_s=eval_token_s, save_s=save_s, spent_s=0)
+    known = Known(plan_text(from_flags(flags), facts))
+    steps = steps_within(seconds, known, facts, measured)
+    assert steps >= 1
+    assert steps == 1 or run_s(steps, known, facts, measured) <= seconds
+    assert run_s(steps + 1, known, facts, measured) > seconds
+
+
+@quick
+@given(
+    steps=st.integers(1, 10**6), n_valid=st.integers(2, 10**7), precision=st.sampled_from(["fp32", "bf16"])
+)
+def test_evaluations_are_at_most_twenty_and_cheap(steps: int, n_valid: int, precision: str) -> None:
+    facts = dataclasses.replace(BOOK, n_valid_tokens=n_valid)
+    known = Known(plan_text(from_flags({"precision": precision}), facts))
+    found = values(intervals(known, facts, steps))
+    every, n_slice = found["eval_every"], found["eval_tokens"]
+    assert isinstance(every, int)
+    assert isinstance(n_slice, int)
+    n_evals = -(-steps // every)
+    assert n_evals <= EVALUATIONS
+    assert steps < EVALUATIONS or n_evals > EVALUATIONS / 2
+    assert 2 <= n_slice <= n_valid
+    trained = steps * step_tokens(known, facts)
+    cost = {"fp32": 1 / 3, "bf16": 2 / 3}[precision]
+    assert n_slice == 2 or n_evals * n_slice * cost <= EVAL_SHARE * trained
+    assert n_slice == n_valid or n_evals * (n_slice + 1) * cost > EVAL_SHARE * trained or n_slice == 2
+
+
+def test_nothing_held_out_is_never_evaluated() -> None:
+    facts = dataclasses.replace(BOOK, n_valid_tokens=1)
+    length = plan_length(plan_text(from_flags({"steps": "50"}), facts), facts)
+    assert "eval_every" not in length
+    assert "eval_tokens" not in length
+    assert length["save_every"].value == 3
+
+
+def test_eval_tokens_none_scores_all_held_out_text() -> None:
+    length = plan_length(from_flags({"steps": "5", "eval_tokens": "none"}), BOOK)
+    assert length["eval_tokens"].value == 45_000
+
+
+@pytest.mark.parametrize(("n_valid", "n_trained", "is_whole"), [(10, 100, True), (11, 100, False)])
+def test_the_last_evaluation_scores_all_if_that_is_little(
+    n_valid: int, n_trained: int, is_whole: bool
+) -> None:
+    assert last_eval_is_whole(n_valid, n_trained) == is_whole
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "flags", "n_stream", "accumulate"),
+    [
+        (2049, {}, 16, 1),
+        (2048, {}, 15, 1),
+        (600, {}, 4, 1),
+        (12, {}, 1, 1),
+        (1, {}, 1, 1),
+        (12, {"batch_size": "64"}, 11, 1),
+        (12, {"batch_size": "64", "accumulate": "4"}, 11, 1),
+        (13, {"batch_size": "64", "accumulate": "8"}, 12, 4),
+        (1000, {"batch_size": "64"}, 64, 1),
+    ],
+)
+def test_streams_fit_a_short_text(
+    n_tokens: int, flags: dict[str, str], n_stream: int, accumulate: int
+) -> None:
+    facts = dataclasses.replace(SHORT, n_train_tokens=n_tokens)
+    before = plan_text(from_flags(flags), facts)
+    config = build(plan_length(before | from_flags({"steps": "5"}), facts))
+    assert (config.optim.batch_size, config.optim.accumulate) == (n_stream, accumulate)
+
+
+def test_what_was_asked_for_and_not_taken_is_said() -> None:
+    facts = dataclasses.replace(SHORT, n_train_tokens=12)
+    before = plan_text(from_flags({"batch_size": "64", "steps": "5"}), facts)
+    assert list(changed_by_plan(before, plan_length(before, facts))) == [
+        "batch_size: 64 asked for, 11 taken: the text has only 12 tokens"
+    ]
+    before = plan_text(from_flags({"steps": "5"}), facts)
+    assert list(changed_by_plan(before, plan_length(before, facts))) == []
+    before = plan_text(from_flags({"steps": "5", "precision": "auto"}), BOOK)
+    assert list(changed_by_plan(from_flags({"precision": "auto"}), before)) == []
+
+
+@quick
+@given(n_tokens=st.integers(2, 10**7), n_stream=st.integers(1, 300), tgt_len=st.integers(1, 300))
+def test_epochs_are_those_of_the_batches(n_tokens: int, n_stream: int, tgt_len: int) -> None:
+    facts = dataclasses.replace(BOOK, n_train_tokens=n_tokens)
+    flags = {"batch_size": str(n_stream), "tgt_len": str(tgt_len), "epochs": "1"}
+    length = plan_length(from_flags(flags), facts)
+    assert length["steps"].value == steps_per_epoch(n_tokens, min(n_stream, n_tokens - 1), tgt_len)
+
+
+def test_the_plan_changes_nothing_that_is_set() -> None:
+    config = Config(
+        model=ModelConfig(n_layer=2, d_model=32, n_head=2), optim=dataclasses.replace(Config().optim, lr=0.1)
+    )
+    given_settings = {
+        item.name: Sourced(getattr(getattr(config, item.section), item.name), FLAG) for item in LEAVES
+    }
+    given_settings["steps"] = Sourced(7, FLAG)
+    after = plan_length(plan_text(given_settings, BOOK), BOOK)
+    changed = {name for name, sourced in after.items() if sourced != given_settings[name]}
+    left_open = {name for name, sourced in given_settings.items() if sourced.value in (None, "auto")}
+    assert changed <= left_open
+
+
+def test_the_plan_finds_exactly_the_settings_marked_so() -> None:
+    found: set[str] = set()
+    for facts, has_muon in itertools.product((BOOK, SHORT), (True, False)):
+        one = dataclasses.replace(facts, has_muon=has_muon)
+        found |= set(plan_length(plan_text({}, one), one, lambda settings: QUICK_MACHINE))
+    assert found == {item.name for item in LEAVES if item.is_planned}
+
+
+def test_every_plan_builds() -> None:
+    for kind, muon, facts in itertools.product(
+        ("cpu", "cuda", "mps"), (True, False), (BOOK, CHINESE_NOVEL, SHORT)
+    ):
+        one = dataclasses.replace(facts, device_kind=kind, has_muon=muon)
+        build(plan_length(plan_text({}, one), one, lambda settings: QUICK_MACHINE))
+
+
+def test_rules_do_not_write_into_what_they_are_given() -> None:
+    before = from_flags({"batch_size": "64", "steps": "5"})
+    copy = dict(before)
+    plan_length(plan_text(before, SHORT), dataclasses.replace(SHORT, n_train_tokens=5))
+    heads(Known(before), BOOK)
+    fit_streams(Known(before), dataclasses.replace(SHORT, n_train_tokens=5))
+    assert before == copy
+
+
+def test_weights_of_another_run_bring_their_settings() -> None:
+    theirs = Config(model=ModelConfig(n_layer=3, d_model=48, n_head=2, mem_len=99, dropout=0.3))
+    ours = take_from_run(from_flags({"mem_len": "10", "n_layer": "3"}), theirs, "runs/a")
+    assert ours["d_model"] == Sourced(48, "init: runs/a")
+    assert ours["tokenizer"] == Sourced("sentencepiece", "init: runs/a")
+    assert ours["mem_len"] == Sourced(10, FLAG)
+    assert "dropout" not in ours
+    assert build(plan_text(ours, BOOK)).model == dataclasses.replace(
+        theirs.model, mem_len=10, clamp_len=64, dropout=0.0
+    )
+
+
+@pytest.mark.parametrize(("origin", "place"), [(FLAG, "--d-model"), ("c.yaml:4", "c.yaml:4: d_model")])
+def test_weights_of_another_run_cannot_be_reshaped(origin: str, place: str) -> None:
+    with pytest.raises(UserError) as error:
+        take_from_run({"d_model": Sourced(64, origin)}, Config(), "runs/a")
+    assert str(error.value) == f"{place}: comes with --init; got 64, runs/a has 160; leave it out"

@@ -1,0 +1,448 @@
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from txlcli import config, report, train
+from txlcli.config import Sourced
+from txlcli.evaluate import Score
+from txlcli.model import Lengths
+from txlcli.report import Screen, Stages, Training
+from txlcli.report.screen import facts_table
+from txlcli.report.tables import eval_table, presets_table, runs_table, settings_table
+from txlcli.run import Run, RunSummary
+
+
+class Stream(io.TextIOWrapper):
+    """A stream that keeps what is written, a terminal if asked."""
+
+    def __init__(self, *, is_terminal=False, encoding="utf-8"):
+        super().__init__(io.BytesIO(), encoding=encoding, newline="")
+        self.is_terminal = is_terminal
+
+    def isatty(self):
+        return self.is_terminal
+
+    @property
+    def text(self):
+        self.flush()
+        return self.buffer.getvalue().decode("utf-8")
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+def score(**changes):
+    values = {
+        "lengths": Lengths(64, 128),
+        "tokens": 1000,
+        "total_nll": 1500.0,
+        "n_bytes": 2000,
+        "n_characters": 1900,
+        "n_words": 300,
+        "context_min": 129,
+        "context_max": 192,
+        "receptive_field": 448,
+        "is_beyond_training": False,
+        "n_stream": 4,
+        "n_line": None,
+        "elapsed_s": 0.5,
+        "notices": (),
+    }
+    return Score(**(values | changes))
+
+
+def stepped(step, **changes):
+    values = {
+        "step": step,
+        "steps": 3000,
+        "loss": 1.5,
+        "lr": 0.004,
+        "grad_norm": 0.3,
+        "tokens": 64 * step,
+        "tokens_per_s": 24310.4,
+        "elapsed_s": 0.1 * step,
+        "bits_per_byte": 2.164,
+    }
+    return train.Stepped(**(values | changes))
+
+
+def summary(**changes):
+    settings = config.from_flags({"corpus": ("a.txt",), "steps": "3000"})
+    values = {
+        "corpus": ("a.txt",),
+        "n_bytes": 1_115_394,
+        "n_train_tokens": 1_059_624,
+        "n_valid_tokens": 55_770,
+        "tokenizer": "char",
+        "n_vocab": 321,
+        "n_embedding": 51_681,
+        "n_rest": 1_338_000,
+        "step_tokens": 1024,
+        "epochs": 2.899,
+        "memory_bytes": 350_000_000,
+        "device": "cpu",
+        "precision": "fp32",
+        "attention": "eager",
+        "expected_s": None,
+        "last_eval_tokens": 55_770,
+        "config": config.build(settings),
+        "settings": settings,
+    }
+    return train.PlanSummary(**(values | changes))
+
+
+# Text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (999.6, "1.00 k"),
+        (51_681, "51.7 k"),
+        (999_600, "1.00 M"),
+        (123_456_789, "123 M"),
+        (4.2e9, "4.20 G"),
+    ],
+)
+def test_counts_have_three_figures(number, text):
+    assert report.count_text(number) == text
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [(0, "0 bytes"), (1, "1 byte"), (22_471, "22.5 kB"), (3_200_000, "3.2 MB"), (123_456_789, "123 MB")],
+)
+def test_sizes_are_powers_of_a_thousand(n_bytes, text):
+    assert report.size_text(n_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (59.4, "0:59"), (59.6, "1:00"), (592, "9:52"), (3723, "1:02:03")]
+)
+def test_durations_are_clock_times(seconds, text):
+    assert report.duration_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "–"), (1.5, "1.5000"), (12345.0, "12,345.0000"), (math.inf, "inf"), (2.5e12, "2.5e+12")],
+)
+def test_measured_numbers(value, text):
+    assert report.number_text(value) == text
+
+
+def test_control_codes_are_shown():
+    assert report.escape_controls("a\x1b[31m\x07b\x9bc\x7f\td\ne") == "a\\x1b[31m\\x07b\\x9bc\\x7f\td\ne"
+    assert report.escape_controls("a\r\nb\rc\r") == "a\r\nb\\x0dc\\x0d"
+    assert report.one_line("a\\b\n\tc\x1b\r") == "a\\\\b\\n\\tc\\x1b\\r"
+    assert report.one_line(b"\xe6\x9d\\x") == "\\xe6\\x9d\\\\x"
+
+
+@given(st.text())
+def test_one_line_is_one_line_and_harmless(text):
+    shown = report.one_line(text)
+    assert not any(ord(character) < 32 or 127 <= ord(character) < 160 for character in shown)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.floats() | st.integers() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    )
+)
+def test_json_is_json_without_what_is_not_finite(value):
+    def finite(value):
+        if isinstance(value, float):
+            return value if math.isfinite(value) else None
+        if isinstance(value, list):
+            return [finite(item) for item in value]
+        if isinstance(value, dict):
+            return {key: finite(item) for key, item in value.items()}
+        return value
+
+    text = report.json_text(value)
+    assert "\x9b" not in text
+    assert json.loads(text, parse_constant=lambda name: pytest.fail(name)) == finite(value)
+
+
+# Screens
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "environment", "expected"),
+    [
+        (True, {}, (True, True)),
+        (False, {}, (False, False)),
+        (True, {"NO_COLOR": "1"}, (True, False)),
+        (True, {"TERM": "dumb"}, (False, False)),
+    ],
+)
+def test_what_a_stream_can_show(monkeypatch, is_terminal, environment, expected):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    screen = Screen.of(Stream(is_terminal=is_terminal))
+    assert (screen.is_animated, screen.has_color) == expected
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "latin-1"])
+def test_decoration_degrades_where_the_encoding_is_small(encoding):
+    stream = Stream(encoding=encoding)
+    screen = Screen.of(stream)
+    screen.write("a · b × 1–2 … │東京")
+    screen.draw(eval_table([score()], [128], 200))
+    stream.flush()
+    text = stream.buffer.getvalue().decode(encoding)
+    assert text.startswith("a - b x 1-2 ... |??\n")
+    assert text.isascii()
+
+
+def test_text_of_models_is_utf8_in_every_encoding():
+    stream = Stream(encoding="ascii")
+    Screen.of(stream).write_text("東京\x1b[0m".encode())
+    assert stream.text == "東京\x1b[0m"
+
+
+def test_text_of_models_cannot_command_a_terminal():
+    stream = Stream(is_terminal=True)
+    Screen.of(stream).write_text(b"a\x1b]0;pwned\x07\xff\n")
+    assert stream.text == "a\\x1b]0;pwned\\x07\ufffd\n"
+
+
+def test_text_of_users_is_no_markup():
+    stream = Stream()
+    screen = Screen.of(stream)
+    screen.draw(facts_table([("[bold]name[/]", "[red]x[/red] :smile: \x1b[31m")]))
+    screen.draw(presets_table({"a": "[link=x]b[/link]"}))
+    assert "[bold]name[/]  [red]x[/red] :smile: \\x1b[31m\n" in stream.text
+    assert "a  [link=x]b[/link]\n" in stream.text
+
+
+def test_a_quiet_screen_writes_nothing():
+    stream = Stream()
+    screen = Screen.of(stream, is_quiet=True)
+    screen.write("a")
+    screen.note("b")
+    screen.draw(facts_table([("c", "d")]))
+    Stages(screen).show("e", 0, 10, "bytes")
+    assert stream.text == ""
+
+
+# Stages
+
+
+def test_stages_are_a_few_lines_where_nobody_looks():
+    stream = Stream()
+    stages = Stages(Screen.of(stream))
+    for done in range(0, 1_000_001, 10_000):
+        stages.show("encoding", done, 1_000_000, "bytes")
+    stages.show("making the vocabulary", 0, 0, "bytes")
+    stages.show("scoring", 0, 500, "tokens")
+    stages.close()
+    assert stream.text == "encoding: 1.0 MB\nmaking the vocabulary\nscoring: 500 tokens\n"
+
+
+def test_stages_are_a_bar_on_a_terminal():
+    stream = Stream(is_terminal=True)
+    stages = Stages(Screen.of(stream))
+    stages.show("encoding", 0, 1_000_000, "bytes")
+    stages.close()
+    assert "\rencoding    0%" in stream.text
+
+
+# Training
+
+
+def draw(events, *, is_terminal=False, is_quiet=False, is_dry_run=False):
+    screen, results = Stream(is_terminal=is_terminal), Stream(is_terminal=is_terminal)
+    with Training(Screen.of(screen, is_quiet=is_quiet), Screen.of(results), is_dry_run=is_dry_run) as drawing:
+        for event in events:
+            drawing.show(event)
+    return screen.text, results.text
+
+
+def test_the_plan_names_what_people_ask_for():
+    text, results = draw([train.Planned(summary())])
+    assert results == ""
+    assert text.splitlines() == [
+        "text        a.txt · 1.1 MB",
+        "tokens      1,059,624 to learn from · 55,770 held out",
+        "vocabulary  char · 321",
+        "model       4 layers of 160 · 4 heads of 40 · tgt_len 64 · mem_len 64",
+        "parameters  1.39 M = 51.7 k embedding + 1.34 M rest",
+        "steps       3,000 of 16 streams × 64 tokens · 2.90 epochs",
+        "optimizer   adamw · lr 0.004 · cosine · warm-up 50 steps",
+        "machine     cpu · fp32 · attention eager",
+        "memory      about 350 MB",
+    ]
+    text, _ = draw([train.Planned(summary(expected_s=592.0, n_valid_tokens=0))])
+    assert "nothing held out, best is last" in text
+    assert ", in 9:52\n" in text
+    text, _ = draw([train.Planned(summary())], is_terminal=True)
+    assert "plan" in text.splitlines()[0]
+    assert "╭─" in text
+
+
+def test_a_dry_run_gives_plan_and_pieces_as_results():
+    line = train.FirstLine(text="ab\tc", pieces=("a", "b\t", "c"), ids=(1, 2, 3))
+    text, results = draw([train.Planned(summary()), line], is_dry_run=True, is_quiet=True)
+    assert text == ""
+    assert results.startswith("text        a.txt")
+    assert results.endswith("first line  ab\\tc\n3 pieces    │a│b\\t│c│\n")
+
+
+def test_a_training_is_some_tens_of_plain_lines_where_nobody_looks(monkeypatch):
+    text, _ = draw([stepped(step) for step in range(1, 3001)])
+    lines = text.splitlines()
+    assert 20 <= len(lines) <= 60
+    assert lines[0] == "step 1/3,000  loss 1.500  2.164 bits/byte  lr 4.0e-03  24,310 tokens/s"
+    assert lines[-1].startswith("step 3,000/3,000  loss 1.500")
+    assert lines[-1].endswith("0:00 left")
+    assert "\r" not in text
+    assert "\x1b" not in text
+
+
+def test_a_terminal_has_one_bar_below_everything_else():
+    events = [
+        stepped(1),
+        train.Evaluated(500, score(), 128, is_best=True, is_whole=False),
+        train.Sampled(500, "one\ntwo \x1b[2J" + "x" * 200),
+        stepped(3000),
+    ]
+    text, _ = draw(events, is_terminal=True)
+    assert "3,000/3,000" in text
+    assert "step 500" in text
+    assert "\x1b[2J" not in text
+    sample = next(line for line in text.splitlines() if "»" in line)
+    assert "one\\ntwo \\x1b[2Jxxx" in sample
+    assert sample.count("x") < 80
+    assert "…" in sample
+
+
+def test_evaluations_say_their_scope_once():
+    events = [
+        stepped(1),
+        train.Evaluated(500, score(), 128, is_best=True, is_whole=False),
+        train.Sampled(500, "The king\nsaid"),
+        train.Evaluated(1000, score(total_nll=1600.0), 128, is_best=False, is_whole=False),
+        train.Evaluated(1000, score(tokens=2000, n_bytes=4000), 128, is_best=False, is_whole=True),
+    ]
+    text, _ = draw(events)
+    assert text.splitlines()[1:] == [
+        "step 500  held out 1.5000 nats/token · 1.0820 bits/byte · first 1,001 tokens  best",
+        "  » The king\\nsaid",
+        "step 1,000  held out 1.6000 nats/token · 1.1542 bits/byte",
+        "step 1,000  held out 0.7500 nats/token · 0.5410 bits/byte · all 2,001 tokens",
+    ]
+
+
+def test_notices_and_skipped_steps_are_notes():
+    text, _ = draw([train.Notice("mind [this]\x1b"), train.Skipped(7, "the loss is not finite")])
+    assert text == "note: mind [this]\\x1b\nnote: step 7: no update, the loss is not finite\n"
+
+
+def finished(**changes):
+    values = {
+        "step": 3000,
+        "run": Run(Path("runs/a b")),
+        "reason": "length",
+        "best_step": 2500,
+        "best_nll": 1.5,
+        "best_score": score(),
+        "last_score": score(total_nll=1600.0),
+    }
+    return train.Finished(**(values | changes))
+
+
+def test_the_end_names_the_result_and_what_to_try_next():
+    ready = train.Ready(Run(Path("runs/a b")), config.build(config.from_flags({"mem_len": "96"})), {})
+    evaluated = train.Evaluated(3000, score(total_nll=1600.0), 96, is_best=False, is_whole=True)
+    text, results = draw([ready, stepped(3000), evaluated, finished()])
+    assert results.splitlines() == [
+        "done  step 3,000 in 0:00",
+        "best  step 2,500 · 1.5000 nats/token · 1.0820 bits/byte held out",
+        "last  step 3,000 · 1.6000 nats/token · 1.1542 bits/byte · all 1,001 tokens",
+        "run   runs/a b",
+    ]
+    assert text.splitlines()[-2:] == [
+        "next  txl generate --run 'runs/a b' --prompt 'Once'",
+        "      txl eval --run 'runs/a b' --mem-len 0,96,192,384",
+    ]
+
+
+def test_the_end_of_an_interrupted_training_says_how_to_go_on():
+    event = finished(step=5, reason="interrupted", best_step=None, best_score=None, last_score=None)
+    text, results = draw([event])
+    assert results == "done  step 5 · interrupted, saved\nrun   runs/a b\n"
+    assert text.startswith("next  txl train --resume 'runs/a b'\n")
+    text, results = draw([finished(best_score=None, last_score=None)], is_quiet=True)
+    assert (text, results.splitlines()[1]) == ("", "best  step 2,500 · 1.5000 nats/token held out")
+
+
+# Tables
+
+
+def test_eval_table():
+    rows = [score(), score(lengths=Lengths(64, 9999), is_beyond_training=True, total_nll=math.inf)]
+    stream = Stream()
+    Screen.of(stream).draw(eval_table(rows, [128, 9999], 200))
+    header, names, _, first, second = stream.text.splitlines()
+    assert [" ".join(line.split()) for line in (header, names, first, second)] == [
+        "through nats bits bits perplexity",
+        "mem_len tgt_len context layers tokens /token perplexity /byte /char /word tokens/s",
+        "128 64 129–192 448 1,000 1.5000 4.482 1.0820 1.1390 148.4 2,000",
+        "9,999* 64 129–192 448 1,000 inf inf inf inf inf 2,000",
+    ]
+
+
+def test_eval_table_fits_a_narrow_window_and_leaves_out_what_nobody_knows():
+    stream = Stream(is_terminal=True)
+    Screen.of(stream).draw(eval_table([score()], [128], 80))
+    assert "/word" not in stream.text
+    assert "tokens/s" in stream.text
+    stream = Stream()
+    Screen.of(stream).draw(eval_table([score(n_characters=None, n_words=None, n_bytes=None)], [128], 200))
+    assert "/char" not in stream.text
+    assert "/byte" not in stream.text
+
+
+def test_runs_table():
+    run = RunSummary(
+        run=Run(Path("runs/[a]")),
+        config=config.build({}),
+        tokenizer="char",
+        n_vocab=1321,
+        step=None,
+        steps=3000,
+        best_step=None,
+        best_nll=None,
+        best_bits_per_byte=None,
+        n_bytes=3_600_000,
+    )
+    stream = Stream()
+    Screen.of(stream).draw(runs_table([run]))
+    assert stream.text.splitlines()[0].split("  ")[0] == "run"
+    row = " ".join(stream.text.splitlines()[2].split())
+    assert row == "runs/[a] 4 × 160 char 1,321 –/3,000 – – – 3.6 MB"
+
+
+def test_settings_table_shows_every_setting_with_its_origin():
+    values = config.flatten(config.build({}))
+    settings = {name: Sourced(value, f"from [{name}]") for name, value in values.items()}
+    stream = Stream()
+    Screen.of(stream).draw(settings_table(settings))
+    lines = stream.text.splitlines()
+    assert len(lines) == len(config.LEAVES) + len(config.SECTIONS)
+    assert "  n_layer" in stream.text
+    assert any(line.split() == ["tied", "true", "from", "[tied]"] for line in lines)
+    assert any(line.split() == ["corpus", "none", "from", "[corpus]"] for line in lines)

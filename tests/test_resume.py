@@ -1,0 +1,337 @@
+"""Resuming: a run that was stopped and continued is the run that was not, bit for bit."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.test_train import make_run, metrics, of_kind, train_run, write_corpus
+from txlcli import UserError
+from txlcli.checkpoint import load_state
+from txlcli.config import from_flags, load, read_origins
+from txlcli.run import Run, list_checkpoints, read_pointers
+from txlcli.train import (
+    Event,
+    Finished,
+    Notice,
+    Ready,
+    Saved,
+    begin,
+    evaluating,
+    learning_rate,
+    resume,
+    train,
+)
+
+# 667 tokens in 4 streams of 8: an epoch has 21 steps.
+EPOCH = 21
+
+
+@pytest.fixture(autouse=True)
+def _short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluating, "SAMPLE_TOKENS", 3)
+
+
+def never() -> bool:
+    return False
+
+
+def after(n: int) -> Callable[[], bool]:
+    """Return a `should_stop` that says yes from the n-th question on."""
+    n_asked = 0
+
+    def ask() -> bool:
+        nonlocal n_asked
+        n_asked += 1
+        return n_asked >= n
+
+    return ask
+
+
+def go_on(run: Run, *, should_stop: Callable[[], bool] = never, **changes: object) -> list[Event]:
+    """Resume a run to its end, and return all events."""
+    events = list(resume(run, from_flags(changes)))
+    ready = events[-1]
+    if isinstance(ready, Ready):
+        events += train(ready.run, ready.config, should_stop=should_stop)
+    return events
+
+
+def texts(events: list[Event]) -> list[str]:
+    return [event.text for event in of_kind(events, Notice)]
+
+
+def assert_equal_ends(one: Run, other: Run) -> None:
+    """Both runs end with the same bytes."""
+    step = list_checkpoints(one)[-1]
+    assert list_checkpoints(other)[-1] == step
+    for name in ("model.safetensors", "state.safetensors"):
+        assert (one.checkpoint_path(step) / name).read_bytes() == (
+            other.checkpoint_path(step) / name
+        ).read_bytes(), name
+    assert read_pointers(one) == read_pointers(other)
+    values = [load_state(run.checkpoint_path(step))[1] for run in (one, other)]
+    for value in values:
+        del value["counters"]["elapsed_s"], value["metrics_bytes"]
+    assert values[0] == values[1]
+
+
+def lines_but_saves_of(run: Run, *steps: int) -> list[dict[str, Any]]:
+    """Return metrics without times and without the save lines of some steps."""
+    return [
+        line
+        for line in metrics(run, timeless=True)
+        if not (line["event"] == "save" and line["step"] in steps)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("n", "flags"),
+    [
+        (10, {"optimizer": "adamw", "dropout": 0.2, "dropatt": 0.1, "mem_len": 20}),
+        (EPOCH, {"optimizer": "muon", "dropout": 0.2, "accumulate": 2}),
+        (9, {"optimizer": "sgd", "lr": 0.1, "mem_len": 0, "eval_every": 9, "dropout": 0.1}),
+        (4, {"optimizer": "adam", "precision": "bf16", "norm": "post", "save_every": 4, "dropout": 0.1}),
+    ],
+    ids=["inside an epoch", "at an epoch's end", "at an evaluation", "at a save"],
+)
+def test_stopped_and_resumed_is_not_stopped(tmp_path: Path, n: int, flags: dict[str, Any]) -> None:
+    if flags["optimizer"] == "muon" and not hasattr(torch.optim, "Muon"):
+        flags["optimizer"] = "adamw"
+    flags = {"steps": 2 * n, "log_every": 3, "eval_every": 6, "save_every": 7, **flags}
+    straight, _ = train_run(tmp_path, "straight", **flags)
+    ready = make_run(tmp_path, "stopped", **flags)
+    end = list(train(ready.run, ready.config, stop_at=n))[-1]
+    assert isinstance(end, Finished)
+    assert (end.reason, end.step) == ("stop_at", n)
+    torch.manual_seed(99)  # another process would have another random state
+    end = go_on(ready.run)[-1]
+    assert isinstance(end, Finished)
+    assert (end.reason, end.step) == ("length", 2 * n)
+    assert_equal_ends(straight, ready.run)
+    saved = [line["step"] for line in metrics(straight) if line["event"] == "save"]
+    own = () if n in saved else (n,)
+    assert lines_but_saves_of(straight) == lines_but_saves_of(ready.run, *own)
+
+
+def test_interrupted_again_and_again_is_not_stopped(tmp_path: Path) -> None:
+    flags = {"steps": 12, "eval_every": 4, "save_every": 5, "dropout": 0.2}
+    straight, _ = train_run(tmp_path, "straight", **flags)
+    run = make_run(tmp_path, "stopped", **flags).run
+    n_rounds, end = 0, None
+    while end is None or end.reason != "length":
+        n_rounds += 1
+        assert n_rounds < 60
+        # The questions fall on steps and into evaluations, the last one's two parts included.
+        end = go_on(run, should_stop=after(2 + n_rounds % 3))[-1]  # type: ignore[assignment]
+        assert isinstance(end, Finished)
+    assert n_rounds > 5
+    assert_equal_ends(straight, run)
+    wanted = [line for line in metrics(straight, timeless=True) if line["event"] != "save"]
+    assert [line for line in metrics(run, timeless=True) if line["event"] != "save"] == wanted
+
+
+def test_a_run_killed_between_checkpoints_leaves_no_line_twice(tmp_path: Path) -> None:
+    flags = {"steps": 12, "eval_every": 6, "save_every": 6}
+    straight, _ = train_run(tmp_path, "straight", **flags)
+    ready = make_run(tmp_path, "killed", **flags)
+    for event in train(ready.run, ready.config):
+        if getattr(event, "step", 0) == 9:
+            break  # nothing is saved after step 6
+    assert metrics(ready.run)[-1]["step"] == 9
+    with ready.run.metrics_path.open("ab") as file:
+        file.write(b'{"event": "step", "st')
+    (ready.run.checkpoints_folder / ".step-0000012.abcdef01.tmp").mkdir()
+    go_on(ready.run)
+    assert metrics(ready.run, timeless=True) == metrics(straight, timeless=True)
+    assert_equal_ends(straight, ready.run)
+    assert sorted(path.name for path in ready.run.checkpoints_folder.iterdir()) == [
+        "step-0000006",
+        "step-0000012",
+    ]
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
+    straight, _ = train_run(tmp_path, "straight")
+    run = make_run(tmp_path, "killed").run
+    run.metrics_path.write_text('{"event": "save", "step": 0, "path": "checkpoints/step-0000000"}\n')
+    go_on(run)
+    assert metrics(run, timeless=True) == metrics(straight, timeless=True)
+    assert_equal_ends(straight, run)
+
+
+def test_a_longer_run_says_how_the_rate_changes(tmp_path: Path) -> None:
+    run, _ = train_run(tmp_path, steps=12)
+    before = load(run.config_path)
+    events = go_on(run, steps=20)
+    config = load(run.config_path)
+    assert config == replace(before, train=replace(before.train, steps=20))
+    rate = learning_rate(13, config.optim, 20)
+    assert texts(events) == [
+        f"length 12 -> 20 steps: the learning rate of step 13 is {rate:.4g} instead of 0",
+    ]
+    assert list_checkpoints(run)[-1] == 20
+    rates = {line["step"]: line["lr"] for line in metrics(run) if line["event"] == "step"}
+    assert rates[13] == rate
+    assert read_origins(run.config_path)["steps"] == "flag"
+
+
+def test_epochs_and_minutes_set_a_new_length_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ready = make_run(tmp_path)
+    list(train(ready.run, ready.config, stop_at=3))
+    again = list(resume(ready.run, from_flags({"epochs": 2})))[-1]
+    assert isinstance(again, Ready)
+    assert (again.config.train.steps, again.config.train.epochs) == (2 * EPOCH, None)
+    again = list(resume(ready.run, from_flags({"minutes": 0.001})))[-1]
+    assert isinstance(again, Ready)
+    # Too little for even one step: one is done.
+    assert (again.config.train.steps, again.config.train.minutes) == (4, None)
+    assert again.budget is not None
+    assert load(ready.run.config_path) == again.config
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"lr": 0.1},
+            "--lr: cannot change on resume; leave it out, or begin a new run: txl train -c {run}/config.yaml",
+        ),
+        ({"corpus": ("a.txt",)}, "CORPUS: cannot change on resume; "),
+        ({"batch_size": 8}, "--batch-size: cannot change on resume; "),
+        ({"patience": 8}, "--patience: cannot change on resume; "),
+        ({"eval_tokens": 8}, "--eval-tokens: cannot change on resume; "),
+        ({"steps": 2}, "--steps: below the saved step; got 2 steps, {run} is at step 3; give 3 or more"),
+        ({"epochs": 0.01}, "--epochs: below the saved step; got 1 steps, {run} is at step 3; give 3 or more"),
+    ],
+)
+def test_what_may_not_change_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, object], text: str
+) -> None:
+    ready = make_run(tmp_path)
+    list(train(ready.run, ready.config, stop_at=3))
+    before = ready.run.config_path.read_bytes()
+    with pytest.raises(UserError) as error:
+        list(resume(ready.run, from_flags(changes)))
+    assert text.format(run=ready.run.folder) in str(error.value)
+    assert ready.run.config_path.read_bytes() == before
+
+
+def test_what_may_change_is_written_to_the_run(tmp_path: Path) -> None:
+    ready = make_run(tmp_path, steps=8)
+    list(train(ready.run, ready.config, stop_at=3))
+    go_on(ready.run, log_every=2, eval_every=8, save_every=8, keep=1, attention="eager", threads=1)
+    config = load(ready.run.config_path)
+    assert (config.train.log_every, config.train.keep, config.machine.threads) == (2, 1, 1)
+    assert [line["step"] for line in metrics(ready.run) if line["event"] == "step"] == [1, 2, 3, 4, 6, 8]
+    assert list_checkpoints(ready.run) == [8]
+
+
+def test_a_finished_run_says_so(tmp_path: Path) -> None:
+    run, _ = train_run(tmp_path)
+    before = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
+    events = go_on(run)
+    assert texts(events) == [f"{run.folder}: is finished at step 12; a larger --steps continues it"]
+    end = events[-1]
+    assert isinstance(end, Finished)
+    assert (end.reason, end.step, end.best_step) == ("length", 12, read_pointers(run).best)
+    assert {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_that_lost_patience_stays_ended(tmp_path: Path) -> None:
+    # A rate of nearly nothing: after the first evaluation none is better.
+    flags = {"lr": 1e-30, "patience": 2, "steps": 40, "eval_every": 2, "save_every": 40}
+    run, events = train_run(tmp_path, **flags)
+    end = events[-1]
+    assert isinstance(end, Finished)
+    assert (end.reason, end.step) == ("patience", 6)
+    events = go_on(run)
+    assert texts(events) == [f"{run.folder}: ended at step 6, its evaluations had stopped improving"]
+    assert isinstance(events[-1], Finished)
+    assert events[-1].reason == "patience"
+
+
+def test_another_machine_is_told(tmp_path: Path) -> None:
+    ready = make_run(tmp_path)
+    list(train(ready.run, ready.config, stop_at=3))
+    n = torch.get_num_threads()
+    events = go_on(ready.run, threads=n + 1, precision="bf16")
+    assert texts(events) == [
+        f"resuming elsewhere: threads {n} -> {n + 1}, precision fp32 -> bf16; "
+        "the rest will not repeat bit for bit"
+    ]
+    assert isinstance(events[-1], Finished)
+
+
+def test_a_changed_corpus_is_told_and_a_missing_one_is_not(tmp_path: Path) -> None:
+    ready = make_run(tmp_path, steps=8)
+    list(train(ready.run, ready.config, stop_at=3))
+    corpus = tmp_path / "words.txt"
+    stopped = tmp_path / "copy"
+    shutil.copytree(ready.run.folder, stopped)
+
+    os.utime(corpus, (1, 1))
+    assert texts(list(resume(ready.run, {}))) == []
+    told = f"{corpus}: has changed since this run encoded it; the run goes on with its own copy, "
+    write_corpus(tmp_path, seed=1)
+    assert texts(list(resume(ready.run, {}))) == [told + "the new text needs a new run"]
+    write_corpus(tmp_path, n_bytes=900)
+    assert texts(list(resume(ready.run, {}))) == [told + "the new text needs a new run"]
+    corpus.unlink()
+    assert texts(go_on(ready.run)) == []
+    go_on(Run(stopped))
+    assert_equal_ends(ready.run, Run(stopped))
+
+
+def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
+    ready = make_run(tmp_path)
+    list(train(ready.run, ready.config, stop_at=3))
+    path = ready.run.checkpoint_path(3)
+    plain = (path / "state.json").read_text()
+    values = json.loads(plain)
+    values["counters"]["tokens"] = "many"
+    (path / "state.json").write_text(json.dumps(values))
+    with pytest.raises(
+        UserError, match=r"step-0000003: state.json: `tokens` must be int, got 'many'; damaged$"
+    ):
+        list(resume(ready.run, {}))
+    del values["counters"]["tokens"]
+    (path / "state.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match=r"step-0000003: state.json has no counters of this version; "):
+        list(resume(ready.run, {}))
+    (path / "state.json").write_text(plain)
+    tensors, _ = load_state(path)
+    from safetensors.torch import save_file
+
+    tensors["memory.0"] = tensors["memory.0"][:, :, :3].contiguous()
+    save_file(tensors, path / "state.safetensors")
+    with pytest.raises(UserError, match=r"the training state is damaged; the memory has another shape"):
+        list(train(ready.run, ready.config))
+
+
+def test_a_length_shorter_than_the_checkpoint_is_refused_in_training(tmp_path: Path) -> None:
+    run, _ = train_run(tmp_path)
+    config = load(run.config_path)
+    with pytest.raises(
+        UserError, match=r"is past the length of the run; got step 12 of 5; resume with --steps 12"
+    ):
+        list(train(run, replace(config, train=replace(config.train, steps=5))))
+
+
+def test_config_yaml_repeats_the_run(tmp_path: Path) -> None:
+    from txlcli.config import read_settings
+
+    run, _ = train_run(tmp_path, dropout=0.1)
+    ready = list(begin(read_settings(run.config_path), out=tmp_path / "again"))[-1]
+    assert isinstance(ready, Ready)
+    assert ready.config == load(run.config_path)
+    events = list(train(ready.run, ready.config))
+    assert of_kind(events, Saved)
+    assert_equal_ends(run, ready.run)
+    assert metrics(run, timeless=True) == metrics(ready.run, timeless=True)

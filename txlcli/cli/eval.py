@@ -1,0 +1,456 @@
+"""`txl eval`."""
+
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, BinaryIO
+
+import typer
+
+from txlcli import UserError
+from txlcli.cli.app import command
+from txlcli.cli.flags import (
+    MACHINE,
+    SCORING,
+    CheckpointFlag,
+    DeviceFlag,
+    JsonFlag,
+    PrecisionFlag,
+    QuietFlag,
+    RunFlag,
+    ThreadsFlag,
+    option,
+    parse_mem_lens,
+    setting,
+)
+from txlcli.cli.signals import Interruption, listening
+from txlcli.report import Screen, Stages, eval_table, facts_table, json_text, one_line
+
+if TYPE_CHECKING:
+    from txlcli.api import LanguageModel
+    from txlcli.data import Counts, Split, SplitInfo, TokenStore
+    from txlcli.device import Precision
+    from txlcli.evaluate import Score, TokenNats
+    from txlcli.model import Lengths
+    from txlcli.tokenizer import Tokenizer
+
+_SPLITS = ("valid", "test")
+
+
+@command(
+    "eval",
+    examples=[
+        "txl eval --mem-len 0,64,128,256",
+        "txl eval novel.txt --run runs/books --json",
+        "txl eval novel.txt --per-token novel.tsv",
+    ],
+)
+def evaluate(
+    file: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="FILE", help="text to score; - for standard input; else held-out text", show_default=False
+        ),
+    ] = None,
+    *,
+    run: RunFlag = None,
+    checkpoint: CheckpointFlag = "best",
+    split: Annotated[
+        str | None, option("--split", metavar="valid|test", help="held-out text of the run; else valid")
+    ] = None,
+    encoding: Annotated[
+        str | None, option("--encoding", metavar="NAME", help="encoding of FILE; else utf-8")
+    ] = None,
+    is_by_line: Annotated[
+        bool, option("--by-line", help="score each line by itself, from empty memory after a newline")
+    ] = False,
+    per_token: Annotated[
+        str | None,
+        option("--per-token", metavar="FILE.tsv", help="write each token's id, text, nats and byte offset"),
+    ] = None,
+    is_json: JsonFlag = False,
+    is_quiet: QuietFlag = False,
+    mem_len: Annotated[
+        str | None,
+        option(
+            "--mem-len",
+            metavar="LIST",
+            help="memory lengths, such as 0,128,512; else as trained",
+            panel=SCORING,
+        ),
+    ] = None,
+    tgt_len: Annotated[
+        str | None, option("--tgt-len", metavar="N", help="segment; else as trained", panel=SCORING)
+    ] = None,
+    clamp_len: Annotated[
+        str | None,
+        option("--clamp-len", metavar="N", help="largest distance, or none; else as trained", panel=SCORING),
+    ] = None,
+    same_length: Annotated[
+        str | None,
+        option(
+            "--same-length",
+            metavar="off|mem_len|mem_len+1",
+            help="keys that every query sees; else as trained",
+            panel=SCORING,
+        ),
+    ] = None,
+    batch_size: Annotated[
+        str | None,
+        option(
+            "--batch-size",
+            metavar="N",
+            help="streams side by side at most; the score is the same",
+            panel=MACHINE,
+        ),
+    ] = None,
+    device: DeviceFlag = "auto",
+    precision: PrecisionFlag = "auto",
+    threads: ThreadsFlag = None,
+) -> None:
+    """Score text exactly, once per memory length.
+
+    Reads a run and FILE, or the held-out text inside the run, and prints one table row for each memory
+    length. Every token but the first is scored once, whatever the batch size.
+    """
+    request = _Request(
+        file=file,
+        split=_choose_split(file, split, encoding),
+        encoding=setting("encoding", encoding) or "utf-8",
+        mem_lens=None if mem_len is None else parse_mem_lens(mem_len),
+        tgt_len=setting("tgt_len", tgt_len),
+        has_clamp_len=clamp_len is not None,
+        clamp_len=setting("clamp_len", clamp_len),
+        same_length=setting("same_length", same_length),
+        batch_size=setting("batch_size", batch_size),
+        device=setting("device", device),
+        precision=setting("precision", precision),
+        threads=setting("threads", threads),
+        is_by_line=is_by_line,
+    )
+    if per_token is not None and request.mem_lens is not None and len(request.mem_lens) > 1:
+        raise UserError(f"--per-token: takes one memory length; got --mem-len {mem_len}")
+    screen, out = Screen.of(sys.stderr, is_quiet=is_quiet), Screen.of(sys.stdout)
+    with listening("stopping; once more to stop at once") as interruption, ExitStack() as stack:
+        tsv = _open_tsv(per_token, stack)
+        stages = Stages(screen)
+        stack.callback(stages.close)
+        result = _score(request, run, checkpoint, tsv, stack, stages, interruption)
+        if is_json:
+            out.write_text(json_text(result.as_json(), indent=1).encode() + b"\n")
+        else:
+            _write_table(result, out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """What the command line asks for, checked."""
+
+    file: str | None
+    split: str
+    encoding: str
+    mem_lens: tuple[int, ...] | None
+    tgt_len: int | None
+    has_clamp_len: bool
+    clamp_len: int | None
+    same_length: str | None
+    batch_size: int | None
+    device: str
+    precision: str
+    threads: int | None
+    is_by_line: bool
+
+    def lengths(self, trained: "Lengths", mem_len: int) -> "Lengths":
+        """The lengths of one row: as trained, but for what was asked."""
+        lengths = trained._replace(mem_len=mem_len, tgt_len=self.tgt_len or trained.tgt_len)
+        if self.has_clamp_len:
+            lengths = lengths._replace(clamp_len=self.clamp_len)
+        return lengths if self.same_length is None else lengths._replace(same_length=self.same_length)
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A text ready to be scored."""
+
+    name: str
+    store: "TokenStore"
+    counts: "Counts"
+    info: "SplitInfo"
+    encoding: str
+    notices: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Result:
+    """All rows and what they rest on."""
+
+    run: str
+    step: int
+    file: str | None
+    split: str | None
+    n_bytes: int
+    protocol: dict[str, object]
+    mem_lens: tuple[int, ...]
+    scores: "tuple[Score, ...]"
+    notices: tuple[str, ...]
+
+    def as_json(self) -> dict[str, object]:
+        """The document that --json prints."""
+        rows = [
+            {
+                "mem_len": length,
+                "tgt_len": score.lengths.tgt_len,
+                "context_min": score.context_min,
+                "context_max": score.context_max,
+                "receptive_field": score.receptive_field,
+                "is_beyond_training": score.is_beyond_training,
+                "tokens": score.tokens,
+                "nll": score.nll,
+                "total_nll": score.total_nll,
+                "perplexity": score.perplexity,
+                "bytes_scored": score.n_bytes,
+                "chars_scored": score.n_characters,
+                "words_scored": score.n_words,
+                "bits_per_byte": score.bits_per_byte,
+                "bits_per_char": score.bits_per_char,
+                "word_perplexity": score.word_perplexity,
+                "tokens_per_s": score.tokens_per_s,
+            }
+            for length, score in zip(self.mem_lens, self.scores, strict=True)
+        ]
+        return {
+            "run": self.run,
+            "step": self.step,
+            "file": self.file,
+            "split": self.split,
+            "bytes": self.n_bytes,
+            "protocol": self.protocol,
+            "rows": rows,
+            "notices": list(self.notices),
+        }
+
+
+def _choose_split(file: str | None, split: str | None, encoding: str | None) -> str:
+    if split is not None and split not in _SPLITS:
+        raise UserError(f"--split: must be valid or test; got `{split}`")
+    if file is not None and split is not None:
+        raise UserError("--split: cannot go with FILE; give one of them")
+    if file is None and encoding is not None:
+        raise UserError("--encoding: goes with FILE only; held-out text is stored as tokens")
+    return split or "valid"
+
+
+def _open_tsv(path: str | None, stack: ExitStack) -> BinaryIO | None:
+    """Open the file of --per-token before anything is computed; it appears when the command ends well."""
+    if path is None:
+        return None
+    from txlcli.files import open_whole
+
+    return stack.enter_context(open_whole(Path(path)))
+
+
+def _score(
+    request: _Request,
+    run: str | None,
+    checkpoint: str,
+    tsv: BinaryIO | None,
+    stack: ExitStack,
+    stages: Stages,
+    interruption: Interruption,
+) -> _Result:
+    """Load, encode, score."""
+    from txlcli.api import load
+    from txlcli.device import choose_precision
+    from txlcli.evaluate import TokenNats
+
+    lm = load(run, checkpoint, device=request.device, precision=request.precision, threads=request.threads)
+    precision = choose_precision(request.precision, lm.device, training=False)
+    text = _open_text(request, lm, stack, stages, interruption)
+    trained = lm.model.lengths
+    mem_lens = request.mem_lens or (trained.mem_len,)
+    nats = None if tsv is None else stack.enter_context(TokenNats())
+    scores: dict[int, Score] = {}
+    for mem_len in mem_lens:
+        if mem_len not in scores:
+            lengths = request.lengths(trained, mem_len)
+            scores[mem_len] = _score_row(request, lm, text, lengths, precision, nats, stages, interruption)
+    stages.close()
+    if tsv is not None and nats is not None:
+        _write_tsv(tsv, text, lm.tokenizer, nats)
+    ordered = tuple(scores[mem_len] for mem_len in mem_lens)
+    return _Result(
+        run=str(lm.run.folder),
+        step=lm.step,
+        file=request.file,
+        split=request.split if request.file is None else None,
+        n_bytes=text.info.n_bytes,
+        protocol=_protocol(request, lm, text, precision, checkpoint, ordered[0]),
+        mem_lens=mem_lens,
+        scores=ordered,
+        notices=_notices(request, lm, text, checkpoint, ordered),
+    )
+
+
+def _open_text(
+    request: _Request, lm: "LanguageModel", stack: ExitStack, stages: Stages, interruption: Interruption
+) -> _Text:
+    """Find the text's tokens: in the run, or by encoding FILE into a temporary folder."""
+    import tempfile
+
+    from txlcli.data import Progress, encode_text, open_counts, open_split, read_store_info
+    from txlcli.sources import find_corpus
+
+    split: Split = "valid" if request.split == "valid" else "test"
+    folder, name, notices = lm.run.folder, f"{request.split} text of {lm.run.folder}", tuple[str, ...]()
+    if request.file is not None:
+        folder, split, name = (
+            Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="txl-"))),
+            "test",
+            request.file,
+        )
+        corpus = find_corpus(
+            [request.file],
+            encoding=request.encoding,
+            raw=lm.tokenizer.kind == "byte",
+            stdin_copy=folder / "stdin",
+        )
+        notices = corpus.notices
+        for event in encode_text(corpus, lm.tokenizer, folder, least_tokens=1 if request.is_by_line else 2):
+            if isinstance(event, Progress):
+                stages.show(event.stage, event.done_bytes, event.total_bytes, "bytes")
+            else:
+                notices += event.notices
+            interruption.leave()
+    store = stack.enter_context(open_split(folder, split))
+    counts = stack.enter_context(open_counts(folder, split))
+    info = read_store_info(folder)
+    return _Text(name, store, counts, info.splits[split], info.encoding, notices)
+
+
+def _score_row(
+    request: _Request,
+    lm: "LanguageModel",
+    text: _Text,
+    lengths: "Lengths",
+    precision: "Precision",
+    nats: "TokenNats | None",
+    stages: Stages,
+    interruption: Interruption,
+) -> "Score":
+    from txlcli.evaluate import Score, evaluate, evaluate_by_line
+
+    record = None if nats is None else nats.record
+    stage = f"scoring at mem_len {lengths.mem_len}"
+    if request.is_by_line:
+        events = evaluate_by_line(
+            lm.model,
+            text.store,
+            text.counts,
+            newline_id=lm.tokenizer.newline_id,
+            lengths=lengths,
+            n_stream=request.batch_size,
+            precision=precision,
+            record=record,
+            place=text.name,
+        )
+    else:
+        events = evaluate(
+            lm.model,
+            text.store,
+            text.counts,
+            lengths=lengths,
+            n_stream=request.batch_size,
+            precision=precision,
+            record=record,
+            place=text.name,
+        )
+    for event in events:
+        if isinstance(event, Score):
+            return event
+        stages.show(stage, event.done, event.total, "tokens")
+        interruption.leave()
+    raise AssertionError("an evaluation ends with its score")
+
+
+def _write_tsv(file: BinaryIO, text: _Text, tokenizer: "Tokenizer", nats: "TokenNats") -> None:
+    """Write one line for each scored token: id, text with escapes, nats, byte offset in the source."""
+    from txlcli.evaluate import token_scores
+
+    file.write(b"token\ttext\tnats\tbyte_offset\n")
+    for token in token_scores(text.store, text.counts, nats):
+        source = tokenizer.decode([token.token], after=token.previous)
+        offset = "" if token.byte_offset is None else token.byte_offset
+        file.write(f"{token.token}\t{one_line(source)}\t{token.nats!r}\t{offset}\n".encode())
+
+
+def _protocol(
+    request: _Request, lm: "LanguageModel", text: _Text, precision: str, checkpoint: str, score: "Score"
+) -> dict[str, object]:
+    """What the numbers depend on beside the text and the weights."""
+    by_line = "each line from empty memory after a newline token, its first token scored"
+    whole = "from empty memory over the whole text, every token but the first scored"
+    return {
+        "memory_start": "empty",
+        "scoring": by_line if request.is_by_line else whole,
+        "newlines": "part of the text, scored like every other token",
+        "same_length": score.lengths.same_length,
+        "clamp_len": score.lengths.clamp_len,
+        "checkpoint": checkpoint,
+        "tokenizer": lm.tokenizer.kind,
+        "n_vocab": lm.tokenizer.n_vocab,
+        "encoding": "raw bytes" if lm.tokenizer.kind == "byte" else text.encoding,
+        "precision": precision,
+        "device": str(lm.device),
+        "is_lower_bound": not lm.tokenizer.is_lossless and text.info.n_unknown > 0,
+        "unknown_tokens": text.info.n_unknown,
+    }
+
+
+def _notices(
+    request: _Request, lm: "LanguageModel", text: _Text, checkpoint: str, scores: "Sequence[Score]"
+) -> tuple[str, ...]:
+    """What a reader of the table should know, each sentence once."""
+    from txlcli.run import read_pointers
+
+    notices = list(text.notices)
+    if (
+        request.file is None
+        and request.split == "valid"
+        and checkpoint == "best"
+        and read_pointers(lm.run).best
+    ):
+        notices.append("this text chose the checkpoint, so a fresh one may score a little worse")
+    if any(score.is_beyond_training for score in scores):
+        trained = lm.model.lengths
+        notices.append(f"* longer than in training: mem_len {trained.mem_len}, tgt_len {trained.tgt_len}")
+    if not lm.tokenizer.is_lossless and text.info.n_unknown:
+        share = text.info.n_unknown / text.info.n_tokens
+        notices.append(
+            f"{share:.2%} of the tokens are unknown words, so bits per byte and character are lower bounds"
+        )
+    notices.extend(notice for score in scores for notice in score.notices)
+    return tuple(dict.fromkeys(notices))
+
+
+def _write_table(result: _Result, out: Screen) -> None:
+    """Print the table, then what its numbers rest on."""
+    out.draw(eval_table(result.scores, result.mem_lens, out.width))
+    protocol = result.protocol
+    clamp = "no clamp_len" if protocol["clamp_len"] is None else f"clamp_len {protocol['clamp_len']}"
+    machine = f"{protocol['precision']} on {protocol['device']}"
+    text = result.file if result.file is not None else f"{result.split} text of the run"
+    facts = [
+        ("text", f"{text} · {result.n_bytes:,} bytes · {protocol['encoding']}"),
+        ("model", f"{result.run} · step {result.step:,} ({protocol['checkpoint']})"),
+        ("scored", str(protocol["scoring"])),
+        ("newlines", str(protocol["newlines"])),
+        (
+            "rules",
+            f"same_length {protocol['same_length']} · {clamp} · {machine}",
+        ),
+        *(("note" if i == 0 else "", notice) for i, notice in enumerate(result.notices)),
+    ]
+    out.write("")
+    out.draw(facts_table(facts))

@@ -1,0 +1,279 @@
+"""`txl generate`."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from txlcli import UserError
+from txlcli.cli.app import command
+from txlcli.cli.flags import (
+    SAMPLING,
+    CheckpointFlag,
+    DeviceFlag,
+    JsonFlag,
+    PrecisionFlag,
+    QuietFlag,
+    RunFlag,
+    ThreadsFlag,
+    option,
+    setting,
+)
+from txlcli.cli.signals import Interruption, listening
+from txlcli.report import Screen, json_text
+
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    from txlcli.api import LanguageModel
+    from txlcli.generate import GeneratedText, Piece, SamplingOptions
+
+    Event: TypeAlias = Piece | GeneratedText
+
+_LARGEST_PROMPT_BYTES = 1 << 30
+
+
+@command(
+    examples=[
+        'txl generate --prompt "Once upon a time"',
+        "txl generate --prompt-file letter.txt --no-echo --max-tokens 2000 --seed 7",
+        "txl generate --num-samples 3 --json --logprobs > samples.jsonl",
+    ]
+)
+def generate(
+    *,
+    prompt: Annotated[str | None, option("--prompt", metavar="TEXT", help="text to continue")] = None,
+    prompt_file: Annotated[
+        str | None,
+        option("--prompt-file", metavar="FILE", help="file that holds the prompt; - for standard input"),
+    ] = None,
+    is_echoed: Annotated[
+        bool, option("--echo/--no-echo", help="print the prompt before its text", has_default=True)
+    ] = True,
+    run: RunFlag = None,
+    checkpoint: CheckpointFlag = "best",
+    is_json: JsonFlag = False,
+    has_logprobs: Annotated[
+        bool, option("--logprobs", help="with --json: the model's own log-probability of each token, in nats")
+    ] = False,
+    is_quiet: QuietFlag = False,
+    max_tokens: Annotated[
+        int,
+        option(
+            "--max-tokens", metavar="N", help="tokens to make", panel=SAMPLING, number=int, has_default=True
+        ),
+    ] = 500,
+    temperature: Annotated[
+        float,
+        option(
+            "--temperature",
+            metavar="F",
+            help="above 1 wilder, below 1 tamer; 0: greedy",
+            panel=SAMPLING,
+            number=float,
+            has_default=True,
+        ),
+    ] = 0.8,
+    top_k: Annotated[
+        int,
+        option(
+            "--top-k",
+            metavar="N",
+            help="draw from the N likeliest tokens; 0: off",
+            panel=SAMPLING,
+            number=int,
+            has_default=True,
+        ),
+    ] = 0,
+    top_p: Annotated[
+        float,
+        option(
+            "--top-p",
+            metavar="F",
+            help="draw from the fewest likeliest tokens of this probability; 1: off",
+            panel=SAMPLING,
+            number=float,
+            has_default=True,
+        ),
+    ] = 0.95,
+    min_p: Annotated[
+        float,
+        option(
+            "--min-p",
+            metavar="F",
+            help="draw from tokens at least this share as likely as the likeliest; 0: off",
+            panel=SAMPLING,
+            number=float,
+            has_default=True,
+        ),
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float,
+        option(
+            "--repetition-penalty",
+            metavar="F",
+            help="above 1: the last mem_len tokens become less likely; 1: off",
+            panel=SAMPLING,
+            number=float,
+            has_default=True,
+        ),
+    ] = 1.0,
+    seed: Annotated[
+        int | None,
+        option(
+            "--seed", metavar="N", help="seed; else a fresh one, which is shown", panel=SAMPLING, number=int
+        ),
+    ] = None,
+    num_samples: Annotated[
+        int,
+        option(
+            "--num-samples", metavar="N", help="texts to make", panel=SAMPLING, number=int, has_default=True
+        ),
+    ] = 1,
+    stop: Annotated[
+        list[str] | None,
+        option(
+            "--stop", metavar="TEXT", help="text that ends a sample, not printed; repeatable", panel=SAMPLING
+        ),
+    ] = None,
+    mem_len: Annotated[
+        int | None,
+        option("--mem-len", metavar="N", help="memory; else as trained", panel=SAMPLING, number=int),
+    ] = None,
+    tgt_len: Annotated[
+        int | None,
+        option("--tgt-len", metavar="N", help="segment; else as trained", panel=SAMPLING, number=int),
+    ] = None,
+    device: DeviceFlag = "auto",
+    precision: PrecisionFlag = "auto",
+    threads: ThreadsFlag = None,
+) -> None:
+    """Continue a text.
+
+    Reads a run and prints text as it is made, at constant cost per token, and nothing else on stdout;
+    settings and seed go to stderr. With --json, one JSON object a line for each sample when it is finished.
+    """
+    if prompt is not None and prompt_file is not None:
+        raise UserError("--prompt-file: cannot go with --prompt; give one of them")
+    if has_logprobs and not is_json:
+        raise UserError("--logprobs: goes with --json only")
+    n_threads = setting("threads", threads)
+    device_name, precision_name = setting("device", device), setting("precision", precision)
+    with listening("stopping; once more to stop at once") as interruption:
+        from txlcli.api import load
+        from txlcli.generate import SamplingOptions
+
+        options = SamplingOptions(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            num_samples=num_samples,
+            stop=tuple(stop or ()),
+            mem_len=mem_len,
+            tgt_len=tgt_len,
+        ).seeded()
+        source = _read_prompt(prompt, prompt_file)
+        screen, out = Screen.of(sys.stderr, is_quiet=is_quiet), Screen.of(sys.stdout)
+        lm = load(run, checkpoint, device=device_name, precision=precision_name, threads=n_threads)
+        pieces = _pieces(lm, source, options, screen)
+        if is_json:
+            _write_json(pieces, out, has_logprobs, interruption)
+        else:
+            _write_text(pieces, out, source if is_echoed else b"", options.num_samples, interruption)
+        interruption.leave()
+
+
+def _read_prompt(prompt: str | None, prompt_file: str | None) -> bytes:
+    if prompt_file == "-":
+        return sys.stdin.buffer.read()
+    if prompt_file is not None:
+        from txlcli.files import read_bounded
+
+        return read_bounded(Path(prompt_file), _LARGEST_PROMPT_BYTES)
+    # The bytes that the shell handed over, whatever encoding Python took them for.
+    return os.fsencode(prompt or "")
+
+
+def _pieces(
+    lm: "LanguageModel", source: bytes, options: "SamplingOptions", screen: Screen
+) -> "Iterator[Event]":
+    """Say what is about to happen, and generate, sample after sample."""
+    from txlcli.generate import GeneratedText, in_order
+
+    prompt = lm.read_prompt(source)
+    for notice in prompt.notices:
+        screen.note(notice)
+    screen.aside(" · ".join(_settings(lm, options)))
+    for event in in_order(lm.stream(prompt, options)):
+        yield event
+        if isinstance(event, GeneratedText):
+            finished = event
+    if finished.tokens_per_s is not None:
+        screen.aside(f"{finished.tokens_per_s:,.0f} tokens/s")
+
+
+def _settings(lm: "LanguageModel", options: "SamplingOptions") -> list[str]:
+    """Name what the text will depend on; what is off is left out."""
+    lengths = options.lengths(lm.model.lengths)
+    filters = (
+        ("top-k", options.top_k, 0),
+        ("top-p", options.top_p, 1),
+        ("min-p", options.min_p, 0),
+        ("repetition penalty", options.repetition_penalty, 1),
+    )
+    return [
+        str(lm.run.folder),
+        f"step {lm.step:,}",
+        f"temperature {options.temperature:g}",
+        *(f"{name} {value:g}" for name, value, off in filters if value != off),
+        f"seed {options.seed}",
+        f"mem_len {lengths.mem_len}",
+        f"tgt_len {lengths.tgt_len}",
+        str(lm.device),
+    ]
+
+
+def _write_text(
+    pieces: "Iterator[Event]", out: Screen, echo: bytes, n_samples: int, interruption: Interruption
+) -> None:
+    """Print texts as they are made, an empty line between samples."""
+    from txlcli.generate import Piece
+
+    sample, waiting = -1, b""
+    for event in pieces:
+        if event.sample != sample:
+            sample = event.sample
+            out.write_text((b"\n\n" if sample else b"") + echo)
+        if isinstance(event, Piece):
+            # A carriage return waits for what follows it: as part of a line end it is no control code.
+            text = waiting + event.text.encode()
+            waiting = b"\r" if text.endswith(b"\r") else b""
+            out.write_text(text.removesuffix(waiting))
+        else:
+            is_end = out.is_terminal and sample == n_samples - 1
+            out.write_text(waiting + (b"\n" if is_end else b""))
+            waiting = b""
+        if interruption():
+            break
+
+
+def _write_json(
+    pieces: "Iterator[Event]", out: Screen, has_logprobs: bool, interruption: Interruption
+) -> None:
+    """Print one JSON object a line for each finished sample."""
+    from txlcli.generate import GeneratedText
+
+    for event in pieces:
+        if isinstance(event, GeneratedText):
+            names = ["sample", "prompt", "text", "tokens", "stop", "seed", "tokens_per_s"]
+            values = {
+                name: getattr(event, name) for name in [*names, *(["logprobs"] if has_logprobs else [])]
+            }
+            out.write_text(json_text(values).encode() + b"\n")
+        if interruption():
+            break

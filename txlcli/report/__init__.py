@@ -1,0 +1,41 @@
+"""What people see: draws events and results, computes nothing but how to show them.
+
+Results go to stdout, everything else to stderr. A stream that is no terminal gets plain lines at intervals:
+no animation, no colour, no control codes. What a stream's encoding cannot show is replaced, never an error;
+text of users and models is never read as markup.
+"""
+
+from txlcli.report.screen import Screen, facts_table, results_table
+from txlcli.report.stages import Stages
+from txlcli.report.tables import eval_table, presets_table, runs_table, settings_table, value_text
+from txlcli.report.text import (
+    count_text,
+    duration_text,
+    escape_controls,
+    json_text,
+    number_text,
+    one_line,
+    size_text,
+)
+from txlcli.report.training import Training, score_text
+
+__all__ = [
+    "Screen",
+    "Stages",
+    "Training",
+    "count_text",
+    "duration_text",
+    "escape_controls",
+    "eval_table",
+    "facts_table",
+    "json_text",
+    "number_text",
+    "one_line",
+    "presets_table",
+    "results_table",
+    "runs_table",
+    "score_text",
+    "settings_table",
+    "size_text",
+    "value_text",
+]

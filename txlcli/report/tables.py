@@ -1,0 +1,131 @@
+"""Results as tables."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from txlcli.report.screen import results_table
+from txlcli.report.text import escape_controls, number_text, size_text
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from txlcli.config import Settings
+    from txlcli.evaluate import Score
+    from txlcli.run import RunSummary
+
+
+def eval_table(scores: Sequence["Score"], mem_lens: Sequence[int], width: int) -> "Table":
+    """One row for each memory length; `*`: longer than in training.
+
+    Units that nobody knows are left out, and the widest of the lesser columns where the window is narrow.
+
+    Args:
+        scores: The results.
+        mem_lens: The memory lengths as asked for.
+        width: Columns of the window.
+    """
+    through, per_word = "through\nlayers", "perplexity\n/word"
+    marks = ["*" if score.is_beyond_training else " " for score in scores]
+    columns = {
+        "mem_len ": [f"{length:,}{mark}" for length, mark in zip(mem_lens, marks, strict=True)],
+        "tgt_len": [f"{score.lengths.tgt_len:,}" for score in scores],
+        "context": [_range(score.context_min, score.context_max) for score in scores],
+        through: [f"{score.receptive_field:,}" for score in scores],
+        "tokens": [f"{score.tokens:,}" for score in scores],
+        "nats\n/token": [number_text(score.nll) for score in scores],
+        "perplexity": [number_text(score.perplexity, 3) for score in scores],
+        "bits\n/byte": [number_text(score.bits_per_byte) for score in scores],
+        "bits\n/char": [number_text(score.bits_per_char) for score in scores],
+        per_word: [number_text(score.word_perplexity, 1) for score in scores],
+        "tokens/s": [number_text(score.tokens_per_s, 0) for score in scores],
+    }
+    known = {name: cells for name, cells in columns.items() if set(cells) != {number_text(None)}}
+    for lesser in (per_word, through):
+        if sum(_column_width(name, cells) + _GAP for name, cells in known.items()) > width:
+            known.pop(lesser, None)
+    table = results_table(list(known))
+    for row in zip(*known.values(), strict=True):
+        table.add_row(*row)
+    return table
+
+
+_GAP = 2
+
+
+def _column_width(name: str, cells: Sequence[str]) -> int:
+    return max(map(len, (*name.split("\n"), *cells)))
+
+
+def _range(low: int, high: int) -> str:
+    return f"{low:,}" if low == high else f"{low:,}–{high:,}"
+
+
+def runs_table(summaries: Iterable["RunSummary"]) -> "Table":
+    """One row for each run."""
+    from rich.text import Text
+
+    names = ["run", "model", "tokenizer", "step", "best step", "nats/token", "bits/byte", "size"]
+    table = results_table(names, left=["run", "model", "tokenizer"])
+    for summary in summaries:
+        model = summary.config.model
+        step = "–" if summary.step is None else f"{summary.step:,}"
+        table.add_row(
+            Text(escape_controls(str(summary.run.folder))),
+            f"{model.n_layer} × {model.d_model}",
+            f"{summary.tokenizer} {summary.n_vocab:,}",
+            step if summary.steps is None else f"{step}/{summary.steps:,}",
+            "–" if summary.best_step is None else f"{summary.best_step:,}",
+            number_text(summary.best_nll),
+            number_text(summary.best_bits_per_byte),
+            size_text(summary.n_bytes),
+        )
+    return table
+
+
+def settings_table(settings: "Settings") -> "Table":
+    """All settings by section, each with its value and where it comes from."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from txlcli.config import LEAVES
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_column(style="dim", overflow="fold")
+    section = ""
+    for leaf in LEAVES:
+        if leaf.section != section:
+            section = leaf.section
+            table.add_row(Text(section, style="bold"))
+        found = settings[leaf.name]
+        table.add_row(
+            f"  {leaf.name}",
+            Text(escape_controls(value_text(found.value))),
+            Text(escape_controls(found.origin)),
+        )
+    return table
+
+
+def presets_table(presets: Mapping[str, str]) -> "Table":
+    """The presets with what each says of itself."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, summary in presets.items():
+        table.add_row(Text(name), Text(escape_controls(summary)))
+    return table
+
+
+def value_text(value: object) -> str:
+    """Write a setting's value as YAML would."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)

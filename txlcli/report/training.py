@@ -1,0 +1,243 @@
+"""A training as people see it: the plan, one progress bar, evaluations with a line of text, the end."""
+
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NoReturn
+
+from txlcli.report.screen import Screen, facts_table
+from txlcli.report.stages import Stages, close_bar, open_bar
+from txlcli.report.text import count_text, duration_text, escape_controls, number_text, one_line, size_text
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from tqdm import tqdm
+
+    from txlcli.evaluate import Score
+    from txlcli.train import Evaluated, Event, Finished, FirstLine, Planned, PlanSummary, Stepped
+
+_LINES_PER_RUN = 30
+"""Progress lines that a run writes to a stream that is no terminal."""
+
+
+class Training:
+    """Draws the events of a training: plan, one progress bar, evaluations with a line of text, the end.
+
+    On a terminal one bar stays at the bottom and everything else scrolls above it. Elsewhere the bar's
+    numbers come as plain lines, some tens a run. The plan and the way go to stderr, the result to stdout.
+    """
+
+    def __init__(self, screen: Screen, results: Screen, *, is_dry_run: bool = False) -> None:
+        self.screen, self.results = screen, results
+        self._plan_screen = results if is_dry_run else screen
+        self._stages = Stages(screen)
+        self._bar: tqdm[NoReturn] | None = None
+        self._started_s = time.monotonic()
+        self._first: Stepped | None = None
+        self._first_s = 0.0
+        self._lines_done = 0
+        self._scope = ""
+        self._mem_len = 0
+
+    def __enter__(self) -> "Training":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close_bars()
+
+    def hush(self) -> None:
+        """Write nothing but the result from now on."""
+        self._close_bars()
+        self.screen = replace(self.screen, is_quiet=True)
+
+    def show(self, event: "Event") -> None:
+        """Draw one event."""
+        from txlcli import train
+
+        if isinstance(event, train.Finished):
+            self._close_bars()
+            self._finished(event)
+        elif isinstance(event, train.Planned | train.FirstLine):
+            self._close_bars()
+            self._planned(event)
+        elif isinstance(event, train.Ready):
+            self._close_bars()
+            self._mem_len = event.config.model.mem_len
+            self.screen.write(f"{self.screen.style('run', 'dim')}  {escape_controls(str(event.run.folder))}")
+        elif self.screen.is_quiet:
+            return
+        elif isinstance(event, train.Progress):
+            # An evaluation in between leaves the bar of the training standing.
+            if self._first is None:
+                self._stages.show(event.stage, event.done, event.total, event.unit)
+        elif isinstance(event, train.Stepped):
+            self._stepped(event)
+        elif isinstance(event, train.Evaluated):
+            self._evaluated(event)
+        elif isinstance(event, train.Sampled):
+            self._sampled(event.text)
+        elif isinstance(event, train.Notice):
+            self._line(self.screen.noted(event.text))
+        elif isinstance(event, train.Skipped):
+            self._line(self.screen.noted(f"step {event.step:,}: no update, {event.reason}"))
+
+    def _planned(self, event: "Planned | FirstLine") -> None:
+        from txlcli import train
+
+        screen = self._plan_screen
+        if isinstance(event, train.Planned):
+            screen.draw(_panel("plan", plan_facts(event.summary), screen))
+        else:
+            screen.draw(facts_table(first_line_facts(event)))
+
+    def _line(self, text: str) -> None:
+        if self._bar is None:
+            self._stages.close()
+            self.screen.write(text)
+            return
+        self._bar.clear()
+        self.screen.write(text)
+        self._bar.refresh()
+
+    def _close_bars(self) -> None:
+        self._stages.close()
+        close_bar(self._bar)
+        self._bar = None
+
+    def _stepped(self, event: "Stepped") -> None:
+        if self._first is None:
+            self._stages.close()
+            self._first, self._first_s = event, time.monotonic()
+        if not self.screen.is_animated:
+            n_lines = event.step * _LINES_PER_RUN // event.steps
+            if n_lines > self._lines_done or event is self._first:
+                self._lines_done = n_lines
+                speed = f"{event.tokens_per_s:,.0f} tokens/s"
+                self.screen.write(f"step {event.step:,}/{event.steps:,}  {self._numbers(event, speed)}")
+            return
+        # Short, so that there is room for the bar in a window of 80 columns.
+        numbers = self._numbers(event, f"{count_text(event.tokens_per_s).replace(' ', '')} tok/s")
+        if self._bar is None:
+            layout = "{bar} {n:,}/{total:,}  {desc}"
+            self._bar = open_bar(self.screen, layout, numbers, event.steps, is_left=True)
+        self._bar.set_description_str(numbers, refresh=False)
+        self._bar.update(event.step - self._bar.n)
+
+    def _numbers(self, event: "Stepped", speed: str) -> str:
+        left = ""
+        if self._first is not None and event.step > self._first.step:
+            step_s = (time.monotonic() - self._first_s) / (event.step - self._first.step)
+            left = f"  {duration_text(step_s * (event.steps - event.step))} left"
+        numbers = f"loss {event.loss:.3f}  {event.bits_per_byte:.3f} bits/byte  lr {event.lr:.1e}"
+        return f"{numbers}  {speed}{left}"
+
+    # Evaluations.
+
+    def _evaluated(self, event: "Evaluated") -> None:
+        scope = f"{'all' if event.is_whole else 'first'} {event.score.tokens + 1:,} tokens"
+        # A scope that stays is said once.
+        shown = f" · {scope}" if scope != self._scope else ""
+        self._scope = scope
+        mark = self.screen.style("  best", "green") if event.is_best else ""
+        step = self.screen.style(f"step {event.step:,}", "bold")
+        self._line(f"{step}  held out {score_text(event.score)}{shown}{mark}")
+
+    def _sampled(self, text: str) -> None:
+        from rich.text import Text
+
+        sample = Text(f"  » {one_line(text)}")
+        sample.truncate(self.screen.width, overflow="ellipsis")
+        self._line(self.screen.style(sample.plain, "dim"))
+
+    def _finished(self, event: "Finished") -> None:
+        elapsed_s = None if self._first is None else time.monotonic() - self._started_s
+        self.results.draw(facts_table(finished_facts(event, elapsed_s, self._scope), style="bold"))
+        folder = shlex.quote(str(event.run.folder))
+        mem_lens = ",".join(str(factor * self._mem_len) for factor in (0, 1, 2, 4))
+        hints = [
+            f"txl generate --run {folder} --prompt 'Once'",
+            f"txl eval --run {folder} --mem-len {mem_lens if self._mem_len else '0,64,128'}",
+        ]
+        if event.reason in ("interrupted", "stop_at"):
+            hints.insert(0, f"txl train --resume {folder}")
+        self.screen.draw(facts_table([("next" if i == 0 else "", hint) for i, hint in enumerate(hints)]))
+
+
+def plan_facts(summary: "PlanSummary") -> list[tuple[str, str]]:
+    """What is about to be trained, in named lines."""
+    config = summary.config
+    model, optim = config.model, config.optim
+    held_out = (
+        f"{summary.n_valid_tokens:,} held out" if summary.n_valid_tokens else "nothing held out, best is last"
+    )
+    epochs = f"{summary.epochs:.{2 if summary.epochs < 10 else 0}f}"
+    parts = "" if optim.accumulate == 1 else f" in {optim.accumulate} parts"
+    total, embedding, rest = (
+        count_text(n) for n in (summary.n_embedding + summary.n_rest, summary.n_embedding, summary.n_rest)
+    )
+    lengths = f"tgt_len {model.tgt_len} · mem_len {model.mem_len}"
+    size = f"{model.n_layer} layers of {model.d_model} · {model.n_head} heads of {model.d_head}"
+    step = f"{optim.batch_size} streams × {model.tgt_len} tokens{parts}"
+    rate = f"lr {optim.lr:g} · {optim.schedule} · warm-up {optim.warmup:,} steps"
+    facts = [
+        ("text", f"{' '.join(summary.corpus)} · {size_text(summary.n_bytes)}"),
+        ("tokens", f"{summary.n_train_tokens:,} to learn from · {held_out}"),
+        ("vocabulary", f"{summary.tokenizer} · {summary.n_vocab:,}"),
+        ("model", f"{size} · {lengths}"),
+        ("parameters", f"{total} = {embedding} embedding + {rest} rest"),
+        ("steps", f"{summary.steps:,} of {step} · {epochs} epochs"),
+        ("optimizer", f"{optim.optimizer} · {rate}"),
+        ("machine", f"{summary.device} · {summary.precision} · attention {summary.attention}"),
+        ("memory", f"about {size_text(summary.memory_bytes)}"),
+    ]
+    if summary.expected_s is not None:
+        end = time.strftime("%H:%M", time.localtime(time.time() + summary.expected_s))
+        facts.append(("end", f"about {end}, in {duration_text(summary.expected_s)}"))
+    return facts
+
+
+def score_text(score: "Score") -> str:
+    """A score in a few words: nats per token and bits per byte."""
+    bits = f" · {number_text(score.bits_per_byte)} bits/byte" if score.bits_per_byte is not None else ""
+    return f"{number_text(score.nll)} nats/token{bits}"
+
+
+def finished_facts(event: "Finished", elapsed_s: float | None, scope: str) -> list[tuple[str, str]]:
+    """What a training came to, in named lines; no time where no step was made, `scope`: what scored last."""
+    reasons = {
+        "length": "",
+        "patience": " · evaluations stopped improving",
+        "stop_at": " · stopped as asked",
+        "interrupted": " · interrupted, saved",
+    }
+    took = "" if elapsed_s is None else f" in {duration_text(elapsed_s)}"
+    facts = [("done", f"step {event.step:,}{took}{reasons[event.reason]}")]
+    if event.best_step is not None:
+        best = (
+            score_text(event.best_score) if event.best_score else f"{number_text(event.best_nll)} nats/token"
+        )
+        is_last = event.last_score is not None and event.last_score == event.best_score
+        of = f" · {scope}" if is_last and scope else ""
+        facts.append(("best", f"step {event.best_step:,} · {best} held out{of}"))
+    if event.last_score is not None and event.last_score != event.best_score:
+        facts.append(("last", f"step {event.step:,} · {score_text(event.last_score)} · {scope}"))
+    return [*facts, ("run", str(event.run.folder))]
+
+
+def first_line_facts(event: "FirstLine") -> list[tuple[str, str]]:
+    """How the first line of the text is cut into pieces."""
+    pieces = "│".join(one_line(piece) for piece in event.pieces)
+    return [
+        ("first line", one_line(event.text)),
+        (f"{len(event.ids):,} pieces", f"│{pieces}│" if pieces else ""),
+    ]
+
+
+def _panel(title: str, facts: Sequence[tuple[str, str]], screen: Screen) -> "RenderableType":
+    from rich.panel import Panel
+
+    block = facts_table(facts)
+    if not screen.is_terminal:
+        return block
+    return Panel(block, title=title, title_align="left", border_style="cyan", expand=False)

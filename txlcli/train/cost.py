@@ -1,0 +1,239 @@
+"""What a training will take: memory and disk by estimate, time by measurement on a copy."""
+
+import functools
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from txlcli import UserError
+from txlcli.checkpoint import describe_weights, save_checkpoint
+from txlcli.config import Config, ModelConfig
+from txlcli.data import Batches, open_counts, open_split, read_store_info
+from txlcli.device import choose_device, choose_precision
+from txlcli.evaluate import EvalProgress, evaluate
+from txlcli.model import Memory, TransformerXL
+from txlcli.plan import Measured
+from txlcli.run import Run
+from txlcli.tokenizer import Tokenizer
+from txlcli.train.evaluating import sample_text
+from txlcli.train.machine import LOWER, is_out_of_memory, out_of_memory, run_on, scoring_precision
+from txlcli.train.state import TrainState, optimize
+
+MEASURED_S = 3.0
+MEASURED_STEPS = (3, 12)
+MEASURED_EVAL_S = 1.0
+MEASURED_EVAL_TOKENS = 20_000
+_FLOAT = 4
+
+# What torch and its libraries hold beside tensors once they have computed, and what the allocator wastes.
+_BASE_BYTES = 120 << 20
+_WASTE = 1.15
+
+
+@functools.cache
+def count_parameters(config: ModelConfig, n_vocab: int) -> tuple[int, int]:
+    """Return the parameters of embedding and output, and all others, without allocating them."""
+    with torch.device("meta"):
+        return TransformerXL(config, n_vocab).n_parameters()
+
+
+def state_bytes(config: Config, n_vocab: int) -> int:
+    """Return the size of a checkpoint: weights, the optimizer's averages, memory."""
+    averages = {"sgd": 0, "muon": 1.2}.get(config.optim.optimizer, 2)
+    model = config.model
+    memory = model.n_layer * config.optim.batch_size * model.mem_len * model.d_model
+    return int(_FLOAT * (sum(count_parameters(model, n_vocab)) * (1 + averages) + memory))
+
+
+def memory_bytes(config: Config, n_vocab: int) -> int:
+    """Estimate the memory that training takes at its peak, from what backward keeps of each layer.
+
+    Weights, gradients and optimizer state; per layer the rows of memory and segment (inputs, norms, keys,
+    values), those of the segment (queries, feed-forward, residuals), the attention weights and their mask;
+    then, once, the scores on their way through the softmax and the logits with their gradient. Checked
+    against measured peaks of the eager attention: within a quarter.
+    """
+    model, optim = config.model, config.optim
+    b, t = optim.batch_size // optim.accumulate, model.tgt_len
+    s = t + model.mem_len
+    d, f, he = model.d_model, model.d_inner, model.n_head * model.d_head
+    keyed = b * s * (2 * d + 2 * he)
+    queried = b * t * (5 * he + 4 * d + 2 * f + (2 * d + 2 * f if model.dropout else 0))
+    scores = b * model.n_head * t * s
+    per_layer = keyed + queried + (1.25 + (1.25 if model.dropatt else 0)) * scores
+    logits = b * t * n_vocab
+    memory = 2 * optim.batch_size * model.n_layer * s * d
+    activations = model.n_layer * per_layer + 4.5 * scores + 3.5 * logits + memory
+    weights = 2 * sum(count_parameters(model, n_vocab))
+    return int(_WASTE * _FLOAT * (activations + weights)) + state_bytes(config, n_vocab) + _BASE_BYTES
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Return the memory that is free on a device; None: the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type != "cpu":
+        return None
+    free = []
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        lines = meminfo.read_text(encoding="ascii").splitlines()
+        free += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    # Inside a container the limit of its control group counts; what caches files can be had back.
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text(encoding="ascii"))
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+        free.append(max(0, limit - used + int(stat["active_file"]) + int(stat["inactive_file"])))
+    except (OSError, ValueError, KeyError):
+        pass  # no such limit here
+    return min(free, default=None)
+
+
+def free_disk_bytes(folder: Path) -> int:
+    """Return what may still be written where a folder lies."""
+    return shutil.disk_usage(folder).free
+
+
+def check_fits(config: Config, n_vocab: int, device: torch.device, run: Run | None) -> None:
+    """Refuse what cannot fit into memory, or onto the disk of the run.
+
+    Raises:
+        UserError: the message has the numbers and the flags to lower.
+    """
+    needed, free = memory_bytes(config, n_vocab), available_bytes(device)
+    model, optim = config.model, config.optim
+    if free is not None and needed > free:
+        raise UserError(
+            f"{device}: too little memory; batch_size {optim.batch_size}, tgt_len {model.tgt_len}, "
+            f"mem_len {model.mem_len} take about {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; "
+            f"{LOWER}"
+        )
+    if run is None:
+        return
+    # The newest, the best, and the one being written.
+    n_checkpoints = config.train.keep + 2
+    needed, free = n_checkpoints * state_bytes(config, n_vocab), free_disk_bytes(run.folder)
+    if needed > free:
+        raise UserError(
+            f"{run.folder}: the disk is too full for {n_checkpoints} checkpoints; "
+            f"they take about {needed / 1e6:.0f} MB, {free / 1e6:.0f} MB are free; "
+            "choose another place with --out, or lower --keep"
+        )
+
+
+class Interrupted(Exception):
+    """The user asked to stop before there was anything to save."""
+
+
+def measure(
+    run: Run, config: Config, tokenizer: Tokenizer, *, started: float, should_stop: Callable[[], bool]
+) -> Measured:
+    """Time steps, an evaluation, a sample and a save on a copy of the training that `config` describes.
+
+    Everything measured is thrown away: the training that follows starts from its own seed, at its own place
+    in the text, and random states are as they were.
+
+    Args:
+        run: The run; only its store is read, and a temporary folder in it written.
+        config: The settings; the length does not matter.
+        tokenizer: The run's tokenizer.
+        started: `time.monotonic()` when the command began.
+        should_stop: Asked between steps.
+
+    Raises:
+        Interrupted: `should_stop` said so.
+        UserError: the device has too little memory.
+    """
+    device = choose_device(config.machine.device)
+    precision = choose_precision(config.machine.precision, device, training=True)
+    cuda = [device.index or 0] if device.type == "cuda" else []
+    with run_on(config.machine), torch.random.fork_rng(cuda), open_split(run.folder, "train") as store:
+        batches = Batches(store, config.optim.batch_size, config.model.tgt_len)
+        state = TrainState.start(config, batches, tokenizer.n_vocab, device=device, precision=precision)
+        try:
+            step_s = _measure_steps(state, config, should_stop)
+            eval_s, eval_token_s = _measure_evaluation(state, run, tokenizer, should_stop)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise out_of_memory(config, device) from error
+        save_s = _measure_save(state, run, config, tokenizer)
+    return Measured(
+        step_s=step_s,
+        eval_s=eval_s,
+        eval_token_s=eval_token_s,
+        save_s=save_s,
+        spent_s=time.monotonic() - started,
+    )
+
+
+def _measure_steps(state: TrainState, config: Config, should_stop: Callable[[], bool]) -> float:
+    """Return the median seconds of a step with as much memory as the text can fill."""
+    model, per_epoch = config.model, state.batches.steps_per_epoch
+    n_rows = min(model.mem_len, (per_epoch - 1) * model.tgt_len)
+    took: list[float] = []
+    begun = time.perf_counter()
+    while len(took) <= MEASURED_STEPS[0] or (
+        len(took) < MEASURED_STEPS[1] and time.perf_counter() - begun < MEASURED_S
+    ):
+        if should_stop():
+            raise Interrupted
+        # Neither the first step of an epoch, where memory is empty, nor the last, where the segment is short.
+        state.counters.step = min(1 + len(took) % max(per_epoch - 2, 1), per_epoch - 1)
+        state.memory = [_zeros(part.stop - part.start, n_rows, state) for part in state.parts()]
+        before = time.perf_counter()
+        optimize(state, rate=0.0, clip=config.optim.clip)
+        took.append(time.perf_counter() - before)
+    # The first step pays for what libraries set up.
+    return statistics.median(took[1:])
+
+
+def _zeros(n_stream: int, n_rows: int, state: TrainState) -> Memory:
+    shape = (n_stream, n_rows, state.model.embed.embedding_dim)
+    return Memory(tuple(torch.zeros(shape, device=state.device) for _ in state.model.layers))
+
+
+def _measure_evaluation(
+    state: TrainState, run: Run, tokenizer: Tokenizer, should_stop: Callable[[], bool]
+) -> tuple[float, float]:
+    """Return the seconds of a sample, and those of scoring one token."""
+    info = read_store_info(run.folder)
+    if "valid" not in info.splits or info.splits["valid"].n_tokens < 2:
+        return 0.0, 0.0
+    precision = scoring_precision(state.device, state.precision)
+    n_tokens = min(info.splits["valid"].n_tokens, MEASURED_EVAL_TOKENS)
+    with open_split(run.folder, "valid") as valid, open_counts(run.folder, "valid") as counts:
+        done, total, begun = 0, 1, time.perf_counter()
+        scoring = evaluate(state.model, valid, counts, n_tokens=n_tokens, precision=precision)
+        for event in scoring:
+            if should_stop():
+                raise Interrupted
+            if isinstance(event, EvalProgress):
+                done, total = event.done, event.total
+            if time.perf_counter() - begun > MEASURED_EVAL_S:
+                break
+        run_token_s = (time.perf_counter() - begun) / max(done, 1)
+    begun = time.perf_counter()
+    sample_text(state.model, tokenizer, info.start_id, seed=0, precision=precision)
+    return time.perf_counter() - begun, run_token_s * total / n_tokens
+
+
+def _measure_save(state: TrainState, run: Run, config: Config, tokenizer: Tokenizer) -> float:
+    with tempfile.TemporaryDirectory(dir=run.folder, prefix=".measure.", suffix=".tmp") as folder:
+        begun = time.perf_counter()
+        save_checkpoint(
+            Run(Path(folder)),
+            state.model,
+            step=0,
+            metadata=describe_weights(config.model, tokenizer),
+            tensors=state.tensors(),
+            values=state.values(),
+        )
+        return time.perf_counter() - begun

@@ -1,0 +1,196 @@
+"""From a run to its continuation."""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from txlcli import UserError
+from txlcli.checkpoint import load_state
+from txlcli.config import (
+    DEFAULT,
+    LENGTHS,
+    Config,
+    Settings,
+    Sourced,
+    build,
+    dump,
+    leaf,
+    override,
+    read_origins,
+    read_settings,
+)
+from txlcli.data import StoreInfo, read_store_info, steps_per_epoch
+from txlcli.device import choose_device, choose_precision
+from txlcli.files import write_whole
+from txlcli.plan import MINUTES, Facts, Known, last_eval_is_whole, steps_within
+from txlcli.run import Run, list_checkpoints
+from txlcli.tokenizer import load_tokenizer
+from txlcli.train.cost import Interrupted, measure
+from txlcli.train.events import Budget, Event, Finished, Notice, Progress, Ready
+from txlcli.train.optim import learning_rate
+from txlcli.train.preparing import without_length
+from txlcli.train.state import Counters, read_counters
+
+
+def resume(
+    run: Run, changes: Settings, *, should_stop: Callable[[], bool] = lambda: False
+) -> Iterator[Event]:
+    """Make ready to continue a run from its last checkpoint and its own store.
+
+    Args:
+        run: The run.
+        changes: What is set anew; only what `may_change` says, and written to the run's config.yaml.
+        should_stop: Asked while steps are measured; once true, the events end without `Ready`.
+
+    Yields:
+        Notices about what differs from before, and last `Ready`, or `Finished` where nothing is left to do.
+
+    Raises:
+        UserError: something else is to be changed, the length is below the saved step, or the run is
+            damaged.
+    """
+    started = time.monotonic()
+    for name in changes:
+        if not leaf(name).may_change:
+            raise UserError(
+                f"{leaf(name).flag or 'CORPUS'}: cannot change on resume; leave it out, "
+                f"or begin a new run: txl train -c {run.config_path}"
+            )
+    settings = read_settings(run.config_path)
+    config = build(settings)
+    saved = _read_saved(run)
+    info = read_store_info(run.folder)
+    yield from _corpus_notices(info)
+
+    old_steps, budget = config.train.steps, None
+    given = next((name for name in LENGTHS if name in changes), None)
+    settings = override(settings, changes)
+    if given == "minutes" or (given is None and old_steps is None):
+        yield Progress("measuring steps", 0, 0, "steps")
+    try:
+        settings, budget = _settle_length(run, settings, info, saved.step, started, should_stop)
+    except Interrupted:
+        return
+    config = build(settings)
+    steps = config.train.steps
+    assert steps is not None
+    if steps < saved.step:
+        raise UserError(
+            f"--{given}: below the saved step; got {steps} steps, {run.folder} is at step {saved.step}; "
+            f"give {saved.step} or more"
+        )
+    choose_precision(config.machine.precision, choose_device(config.machine.device), training=True)
+    if steps != old_steps and old_steps is not None and steps > saved.step:
+        rates = [learning_rate(saved.step + 1, config.optim, n) for n in (old_steps, steps)]
+        yield Notice(
+            f"length {old_steps:,} -> {steps:,} steps: the learning rate of step {saved.step + 1:,} "
+            f"is {rates[1]:.4g} instead of {rates[0]:.4g}"
+        )
+    origins = read_origins(run.config_path)
+    changed = {name for name in settings if name in changes} | (set(LENGTHS) if given else set())
+    if changed:
+        origins |= {name: settings[name].origin if name in settings else DEFAULT for name in changed}
+        write_whole(run.config_path, dump(config, origins).encode())
+    reason = _reason_it_is_finished(config, info, saved)
+    if reason is not None:
+        yield Notice(
+            f"{run.folder}: is finished at step {saved.step:,}; a larger --steps continues it"
+            if reason == "length"
+            else f"{run.folder}: ended at step {saved.step:,}, its evaluations had stopped improving"
+        )
+        yield Finished(saved.step, run, reason, saved.best_step, saved.best_nll, None, None)
+        return
+    yield Ready(run, config, origins, budget)
+
+
+def _read_saved(run: Run) -> Counters:
+    """Read how far the last checkpoint is; a run that was killed before its first has done nothing."""
+    steps = list_checkpoints(run)
+    if not steps:
+        return Counters()
+    path = run.checkpoint_path(steps[-1])
+    return read_counters(load_state(path)[1], path)
+
+
+def _settle_length(
+    run: Run,
+    settings: Settings,
+    info: StoreInfo,
+    saved: int,
+    started: float,
+    should_stop: Callable[[], bool],
+) -> tuple[Settings, Budget | None]:
+    """Turn epochs or minutes into steps; minutes count from now."""
+    known, config = Known(settings), without_length(settings)
+    if known.has("steps"):
+        return settings, None
+    train, valid = info.splits["train"], info.splits.get("valid")
+    if known.has("epochs"):
+        epochs = known.number("epochs")
+        n_stream = min(config.optim.batch_size, train.n_tokens - 1)
+        per_epoch = steps_per_epoch(train.n_tokens, n_stream, config.model.tgt_len)
+        steps = Sourced(max(1, round(epochs * per_epoch)), f"{epochs:g} epochs, on resume")
+        return override(settings, {"steps": steps}), None
+    minutes = known.number("minutes") if known.has("minutes") else MINUTES
+    tokenizer = load_tokenizer(run.tokenizer_folder)
+    measured = measure(run, config, tokenizer, started=started, should_stop=should_stop)
+    facts = Facts(
+        n_bytes=0,
+        n_characters=None,
+        alphabet_size=0,
+        script="none",
+        device_kind=config.machine.device,
+        has_bf16=False,
+        has_muon=False,
+        n_train_tokens=train.n_tokens,
+        n_valid_tokens=0 if valid is None else valid.n_tokens,
+    )
+    more = steps_within(60 * minutes - measured.spent_s, known, facts, measured)
+    origin = f"{minutes:g} minutes more at {measured.step_s:.3g} s a step, on resume"
+    steps = Sourced(saved + more, origin)
+    return override(settings, {"steps": steps}), Budget(started, 60 * minutes)
+
+
+def _reason_it_is_finished(config: Config, info: StoreInfo, saved: Counters) -> str | None:
+    train, valid = config.train, info.splits.get("valid")
+    if train.patience is not None and saved.n_since_best >= train.patience:
+        return "patience"
+    if saved.step < (train.steps or 0):
+        return None
+    if valid is not None and valid.n_tokens >= 2:
+        is_scored = saved.evaluated_step == saved.step
+        wants_whole = last_eval_is_whole(valid.n_tokens, saved.tokens)
+        if not is_scored or (wants_whole and not saved.is_scored_whole):
+            return None
+    return "length"
+
+
+def _corpus_notices(info: StoreInfo) -> Iterator[Event]:
+    """Say when the text has changed since it was encoded; one that is gone is nobody's concern."""
+    there = [
+        (source, Path(source.path).stat())
+        for source in info.corpus
+        if source.path != "-" and Path(source.path).is_file()
+    ]
+    changed = [source.path for source, now in there if now.st_size != source.n_bytes]
+    touched = [source.path for source, now in there if now.st_mtime_ns != source.mtime_ns]
+    # A touched file may hold what it held; the hash is of all files end to end.
+    is_complete = len(there) == len(info.corpus)
+    if not changed and touched and is_complete and _hash([source.path for source, _ in there]) != info.sha256:
+        changed = touched
+    if changed:
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        yield Notice(
+            f"{changed[0]}{more}: has changed since this run encoded it; the run goes on with its own copy, "
+            "the new text needs a new run"
+        )
+
+
+def _hash(paths: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        with Path(path).open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,207 @@
+"""What a training holds in its hands: run, text, state, and how far all of it is saved."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from txlcli import UserError
+from txlcli.checkpoint import NonFiniteError, describe_weights, save_checkpoint
+from txlcli.config import Config
+from txlcli.data import Batches, Counts, StoreInfo, TokenStore, open_counts, open_split, read_store_info
+from txlcli.device import choose_device, choose_precision, environment
+from txlcli.evaluate import Score
+from txlcli.plan import last_eval_is_whole
+from txlcli.run import (
+    Pointers,
+    Run,
+    append_metrics,
+    choose_checkpoint,
+    cut_metrics,
+    list_checkpoints,
+    metrics_length,
+    open_run,
+    prune_checkpoints,
+    sweep_run,
+    write_pointers,
+)
+from txlcli.tokenizer import Tokenizer, load_tokenizer
+from txlcli.train.events import Event, Notice, Saved
+from txlcli.train.optim import learning_rate
+from txlcli.train.state import StepResult, TrainState, is_finite
+
+
+class NonFinite(ArithmeticError):
+    """Training went non-finite and ended; the run's last good checkpoint is untouched."""
+
+
+@dataclass
+class Session:
+    """What the loop holds in its hands while it runs."""
+
+    run: Run
+    config: Config
+    state: TrainState
+    tokenizer: Tokenizer
+    info: StoreInfo
+    valid: TokenStore | None
+    counts: Counts | None
+    notices: list[Notice] = field(default_factory=list)
+    saved: tuple[int, int, bool] | None = None
+    """How far the newest checkpoint is, as `progress` says it."""
+    best_score: Score | None = None
+    last_score: Score | None = None
+
+    @classmethod
+    def open(cls, run: Run, config: Config, stack: ExitStack) -> "Session":
+        """Open the store and build or restore the state."""
+        sweep_run(run)
+        device = choose_device(config.machine.device)
+        precision = choose_precision(config.machine.precision, device, training=True)
+        tokenizer = load_tokenizer(run.tokenizer_folder)
+        info = read_store_info(run.folder)
+        if info.tokenizer != tokenizer.fingerprint():
+            raise UserError(
+                f"{run.data_folder}: encoded with another tokenizer than "
+                f"{run.tokenizer_folder / 'tokenizer.json'}; put the run's own tokenizer back"
+            )
+        store = stack.enter_context(open_split(run.folder, "train"))
+        valid = counts = None
+        if "valid" in info.splits and info.splits["valid"].n_tokens >= 2:
+            valid = stack.enter_context(open_split(run.folder, "valid"))
+            counts = stack.enter_context(open_counts(run.folder, "valid"))
+        batches = Batches(store, config.optim.batch_size, config.model.tgt_len)
+        steps = list_checkpoints(run)
+        init = None if steps or config.data.init is None else choose_checkpoint(open_run(config.data.init))
+        state = TrainState.start(
+            config, batches, tokenizer.n_vocab, device=device, precision=precision, init=init
+        )
+        session = cls(run, config, state, tokenizer, info, valid, counts)
+        if steps:
+            session.restore(run.checkpoint_path(steps[-1]))
+        else:
+            cut_metrics(run, 0)
+        return session
+
+    @property
+    def progress(self) -> tuple[int, int, bool]:
+        """How far the run is, in what a checkpoint must know: steps and evaluations."""
+        counters = self.state.counters
+        return counters.step, counters.evaluated_step, counters.is_scored_whole
+
+    @property
+    def steps(self) -> int:
+        """Length of the run."""
+        assert self.config.train.steps is not None
+        return self.config.train.steps
+
+    def is_due(self, every: int | None) -> bool:
+        """Say whether something is due after the step just done; the last step is always due."""
+        step = self.state.counters.step
+        return step > 0 and (step == self.steps or (every is not None and step % every == 0))
+
+    def is_evaluation_missing(self) -> bool:
+        """Say whether an evaluation that is due after this step has not been completed."""
+        if self.valid is None or not self.is_due(self.config.train.eval_every):
+            return False
+        counters = self.state.counters
+        return counters.evaluated_step < counters.step or self.is_last_score_missing()
+
+    def is_last_score_missing(self) -> bool:
+        """Say whether the score of all held-out text that ends a run is due and has not been made."""
+        counters = self.state.counters
+        if self.valid is None or counters.step < self.steps or counters.is_scored_whole:
+            return False
+        return last_eval_is_whole(self.valid.n_tokens, counters.tokens)
+
+    def environment(self) -> dict[str, str | int]:
+        """Return what must be equal for a resumed run to repeat bit for bit."""
+        return environment(self.state.device, self.state.precision)
+
+    def restore(self, path: Path) -> None:
+        """Go back to a checkpoint: state, metrics.jsonl and the pointers."""
+        values = self.state.restore(path)
+        counters = self.state.counters
+        if counters.step > self.steps:
+            raise UserError(
+                f"{path}: is past the length of the run; got step {counters.step} of {self.steps}; "
+                f"resume with --steps {counters.step} or more"
+            )
+        self.saved = self.progress
+        if not cut_metrics(self.run, int(values.get("metrics_bytes", 0))):
+            text = f"{self.run.metrics_path}: shorter than it was at step {counters.step}; left as it is"
+            self.notices.append(Notice(text))
+        then, now = values.get("environment", {}), self.environment()
+        changed = [f"{key} {then[key]} -> {now[key]}" for key in now if key in then and then[key] != now[key]]
+        if changed:
+            self.notices.append(
+                Notice(f"resuming elsewhere: {', '.join(changed)}; the rest will not repeat bit for bit")
+            )
+        self.point()
+
+    def point(self) -> None:
+        """Name best and last in the run folder, as the state knows them."""
+        counters = self.state.counters
+        write_pointers(self.run, Pointers(counters.best_step, counters.step, counters.best_nll))
+
+    def last_good(self) -> str:
+        """Name the newest checkpoint; empty where there is none."""
+        return "" if self.saved is None else str(self.run.checkpoint_path(self.saved[0]))
+
+
+def save(session: Session) -> Iterator[Event]:
+    """Write a checkpoint of this step, then the pointers; then delete what is not kept.
+
+    Raises:
+        NonFinite: the weights are not finite; nothing was written.
+    """
+    state, run = session.state, session.run
+    counters, tensors = state.counters, state.tensors()
+    line_at = metrics_length(run)
+    path = run.checkpoint_path(counters.step)
+    # First the line, then its length in the checkpoint: a checkpoint and its line go or stay together.
+    append_metrics(
+        run, {"event": "save", "step": counters.step, "path": path.relative_to(run.folder).as_posix()}
+    )
+    try:
+        if not is_finite(list(tensors.values())):
+            raise NonFiniteError("the optimizer's state is not finite")
+        save_checkpoint(
+            run,
+            state.model,
+            step=counters.step,
+            metadata=describe_weights(session.config.model, session.tokenizer),
+            tensors=tensors,
+            values={
+                **state.values(),
+                "environment": session.environment(),
+                "metrics_bytes": metrics_length(run),
+            },
+        )
+    except BaseException as error:
+        cut_metrics(run, line_at)
+        if not isinstance(error, NonFiniteError):
+            raise
+        rate = learning_rate(max(counters.step, 1), session.config.optim, session.steps)
+        raise failure(session, "the weights are not finite", rate) from error
+    session.saved = session.progress
+    session.point()
+    prune_checkpoints(run, session.config.train.keep)
+    yield Saved(counters.step, path)
+
+
+def failure(
+    session: Session,
+    fault: str,
+    rate: float,
+    result: StepResult | None = None,
+    remedy: str = "a lower --lr or a longer --warmup may help",
+) -> NonFinite:
+    """Word the end of a run whose numbers went wrong."""
+    numbers = [f"rate {rate:.3g}"]
+    if result is not None:
+        numbers += [f"loss {result.loss:.3g}", f"gradient norm {result.grad_norm:.3g}"]
+    return NonFinite(
+        f"step {session.state.counters.step}: {fault}; {', '.join(numbers)}; "
+        f"last good checkpoint: {session.last_good()}; {remedy}"
+    )

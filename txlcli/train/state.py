@@ -1,0 +1,339 @@
+"""The state of a training, saved whole and restored whole, and the step that moves it on.
+
+`state.safetensors` holds
+
+    optimizer.<optimizer>.<key>.<parameter>    as torch names them: exp_avg, exp_avg_sq, momentum_buffer, step
+    memory.<layer>                             [B, M, D], the streams of all parts one after the other
+    random.cpu, random.<device>                states of the random generators
+
+and `state.json` the counters, the gradient scaler of fp16, the environment (what must be equal for bit-exact
+repetition) and the length of metrics.jsonl in bytes. Position in the text and learning rate are functions of
+the step and so need no place.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from txlcli import UserError
+from txlcli.checkpoint import load_state, load_weights
+from txlcli.config import Config
+from txlcli.data import Batches
+from txlcli.device import Precision, autocast
+from txlcli.model import Memory, TransformerXL
+from txlcli.train.optim import build_optimizers, set_learning_rate
+
+
+@dataclass
+class Counters:
+    """What a training counts and remembers as plain numbers.
+
+    Attributes:
+        step: Steps done, skipped ones too.
+        tokens: Targets passed since the run began.
+        best_step: Step of the best evaluation; None: none yet.
+        best_nll: Its nats per token.
+        n_since_best: Evaluations since then.
+        evaluated_step: Step of the last evaluation that was completed; 0: none.
+        is_scored_whole: The last evaluation after this step scored all held-out text.
+        n_skipped: Steps without an update, because loss or gradient was not finite.
+        n_skipped_in_row: How many of them came last without a good one between.
+        n_overflows: Steps without an update, because fp16 could not hold the scaled gradient.
+        smoothed: Moving average of the loss in nats per token.
+        lowest: The lowest that average has been.
+        is_alarmed: It was said that the loss is far above its best.
+        elapsed_s: Seconds of training so far.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    best_step: int | None = None
+    best_nll: float | None = None
+    n_since_best: int = 0
+    evaluated_step: int = 0
+    is_scored_whole: bool = False
+    n_skipped: int = 0
+    n_skipped_in_row: int = 0
+    n_overflows: int = 0
+    smoothed: float | None = None
+    lowest: float | None = None
+    is_alarmed: bool = False
+    elapsed_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step measured.
+
+    Attributes:
+        loss: Mean nats per token.
+        grad_norm: Norm of the gradient before clipping.
+        n_targets: Tokens that the loss is the mean of.
+        fault: Why there was no update; None: there was one.
+        is_overflow: The fault is fp16's scale, which has been lowered; nothing is wrong with the weights.
+    """
+
+    loss: float
+    grad_norm: float
+    n_targets: int
+    fault: str | None = None
+    is_overflow: bool = False
+
+
+@dataclass
+class TrainState:
+    """Everything that the next step depends on.
+
+    Attributes:
+        model: The bare model, in training mode.
+        optimizers: By name; each parameter belongs to one.
+        scaler: Loss scale of fp16; None in other precisions.
+        batches: The training text as parallel streams.
+        memory: One a part of the streams; None: empty.
+        counters: Plain numbers.
+        device: Where the model lies.
+        precision: Of the matrix products.
+    """
+
+    model: TransformerXL
+    optimizers: dict[str, Optimizer]
+    scaler: torch.amp.GradScaler | None
+    batches: Batches
+    memory: list[Memory | None]
+    device: torch.device
+    precision: Precision
+    counters: Counters = field(default_factory=Counters)
+
+    @classmethod
+    def start(
+        cls,
+        config: Config,
+        batches: Batches,
+        n_vocab: int,
+        *,
+        device: torch.device,
+        precision: Precision,
+        init: Path | None = None,
+    ) -> "TrainState":
+        """Build the state before the first step: the seed decides the weights and all that follows.
+
+        Args:
+            config: The settings.
+            batches: The training text.
+            n_vocab: Size of the vocabulary.
+            device: Where to train.
+            precision: Of the matrix products.
+            init: Folder of a checkpoint whose weights to start from.
+        """
+        torch.manual_seed(config.optim.seed)
+        model = TransformerXL(config.model, n_vocab)
+        if init is not None:
+            load_weights(init, model)
+        model.to(device).train()
+        model.use_attention(config.machine.attention)
+        n_parts = min(config.optim.accumulate, batches.n_stream)
+        return cls(
+            model=model,
+            optimizers=build_optimizers(model, config.optim),
+            scaler=torch.amp.GradScaler(device.type) if precision == "fp16" else None,
+            batches=batches,
+            memory=[None] * n_parts,
+            device=device,
+            precision=precision,
+        )
+
+    def parts(self) -> list[slice]:
+        """Return the rows of each part in which the streams are run, equal to one stream."""
+        n_parts, n_stream = len(self.memory), self.batches.n_stream
+        bounds = [i * n_stream // n_parts for i in range(n_parts + 1)]
+        return [slice(*pair) for pair in itertools.pairwise(bounds)]
+
+    def forget(self) -> None:
+        """Let all streams restart with an empty memory."""
+        self.memory = [None] * len(self.memory)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors of the state but the weights, by the names of the module's docstring."""
+        names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+        tensors = {
+            f"optimizer.{kind}.{key}.{names[parameter]}": value
+            for kind, optimizer in self.optimizers.items()
+            for parameter, entries in optimizer.state.items()
+            for key, value in entries.items()
+            if isinstance(value, Tensor)
+        }
+        filled = [part for part in self.memory if part is not None]
+        if filled:
+            for layer, rows in enumerate(zip(*(part.hidden for part in filled), strict=True)):
+                tensors[f"memory.{layer}"] = torch.cat(rows)
+        tensors["random.cpu"] = torch.get_rng_state()
+        if self.device.type == "cuda":
+            tensors["random.cuda"] = torch.cuda.get_rng_state(self.device)
+        elif self.device.type == "mps":
+            tensors["random.mps"] = torch.mps.get_rng_state()
+        return tensors
+
+    def values(self) -> dict[str, object]:
+        """Return the state's plain numbers."""
+        return {
+            "counters": dataclasses.asdict(self.counters),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+        }
+
+    def restore(self, path: Path) -> dict[str, Any]:
+        """Take over the state that a checkpoint's folder holds, and return its `state.json`.
+
+        Raises:
+            UserError: the checkpoint is damaged or of another model.
+        """
+        tensors, values = load_state(path)
+        load_weights(path, self.model)
+        try:
+            self.counters = read_counters(values, path)
+            if self.scaler is not None and values["scaler"]:
+                self.scaler.load_state_dict(values["scaler"])
+            self._restore_optimizers(tensors)
+            self._restore_memory(tensors)
+            _restore_random(tensors, self.device)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            text = " ".join(str(error).split())
+            raise UserError(f"{path}: the training state is damaged; {text}") from error
+        return values
+
+    def _restore_optimizers(self, tensors: Mapping[str, Tensor]) -> None:
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        found: dict[tuple[str, str], dict[str, Tensor]] = {}
+        for full, tensor in tensors.items():
+            if full.startswith("optimizer."):
+                _, kind, key, name = full.split(".", 3)
+                found.setdefault((kind, name), {})[key] = tensor
+        for kind, optimizer in self.optimizers.items():
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            state = {}
+            for index, parameter in enumerate(parameters):
+                entries = found.pop((kind, names[parameter]), None)
+                if entries is None:
+                    continue
+                if any(t.shape not in (parameter.shape, torch.Size()) for t in entries.values()):
+                    raise ValueError(f"the optimizer's state of {names[parameter]} has another shape")
+                state[index] = entries
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+        if found:
+            raise ValueError(f"it has optimizer state that is not ours: {sorted(found)[0]}")
+
+    def _restore_memory(self, tensors: Mapping[str, Tensor]) -> None:
+        rows = [tensors[f"memory.{i}"] for i in range(len(self.model.layers)) if f"memory.{i}" in tensors]
+        if not rows:
+            return self.forget()
+        lengths, width = self.model.lengths, self.model.embed.embedding_dim
+        n_rows = rows[0].shape[1]
+        expected = (self.batches.n_stream, n_rows, width)
+        if len(rows) != len(self.model.layers) or any(t.shape != expected for t in rows):
+            raise ValueError("the memory has another shape than the model's")
+        if n_rows > lengths.mem_len:
+            raise ValueError(f"the memory has {n_rows} rows, more than mem_len {lengths.mem_len}")
+        on_device = [t.to(self.device) for t in rows]
+        self.memory = [Memory(tuple(t[part] for t in on_device)) for part in self.parts()]
+        return None
+
+
+def optimize(state: TrainState, *, rate: float, clip: float) -> StepResult:
+    """Do one step: all streams one segment on, one update of the weights.
+
+    The streams are run in equal parts, each with its own rows of memory; losses are summed over tokens and
+    divided by the number of tokens of all parts, so the number of parts changes nothing but rounding.
+
+    Where loss or gradient norm is not finite nothing is updated: the step counts, the text moves on, and
+    the memory, which may hold the same poison, is thrown away. An fp16 gradient beyond the type's range is
+    no such fault: its loss and memory are good, and only the scale was too large.
+    """
+    segment = state.batches.segment(state.counters.step)
+    state.counters.step += 1
+    state.counters.is_scored_whole = False
+    state.counters.tokens += segment.n_targets
+    if segment.first_of_epoch:
+        state.forget()
+    optimizers = list(state.optimizers.values())
+    set_learning_rate(optimizers, rate)
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)
+
+    losses, memory = [], list[Memory | None]()
+    for part, past in zip(state.parts(), state.memory, strict=True):
+        tokens = segment.tokens[part].to(state.device, non_blocking=True)
+        targets = segment.targets[part].to(state.device, non_blocking=True)
+        with autocast(state.device, state.precision):
+            nll, new = state.model(tokens, past, targets)  # [B, T]
+        if segment.weights is not None:
+            nll = nll * segment.weights[part].to(state.device, non_blocking=True)
+        loss = nll.sum() / segment.n_targets
+        (loss if state.scaler is None else state.scaler.scale(loss)).backward()
+        losses.append(loss.detach())
+        memory.append(new)
+
+    if state.scaler is not None:
+        for optimizer in optimizers:
+            state.scaler.unscale_(optimizer)
+    # Clipping a gradient that turns out not to be finite does no harm: it is not used.
+    norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), clip if clip > 0 else math.inf)
+    # The only wait for the device in a step: whether to update depends on these two numbers.
+    loss_value, norm_value = torch.stack([torch.stack(losses).sum(), norm]).tolist()
+
+    fault, is_overflow = None, False
+    if not math.isfinite(loss_value):
+        fault = "the loss is not finite"
+    elif not math.isfinite(norm_value):
+        fault = "the gradient norm is not finite"
+        is_overflow = state.scaler is not None
+    if fault is None:
+        for optimizer in optimizers:
+            optimizer.step()
+    if state.scaler is not None:
+        state.scaler.update()
+    state.memory = memory
+    if fault is not None and not is_overflow:
+        state.forget()
+    return StepResult(loss_value, norm_value, segment.n_targets, fault, is_overflow)
+
+
+def is_finite(tensors: Sequence[Tensor]) -> bool:
+    """Say whether all numbers of all tensors are finite."""
+    return all(bool(torch.isfinite(t).all()) for t in tensors if t.is_floating_point())
+
+
+def read_counters(values: Mapping[str, Any], path: Path) -> Counters:
+    """Read the counters out of a checkpoint's `state.json`.
+
+    Raises:
+        UserError: they are damaged.
+    """
+    counters = values.get("counters")
+    kinds = {"best_step": int, "best_nll": float, "smoothed": float, "lowest": float}
+    names = {f.name for f in dataclasses.fields(Counters)}
+    fresh = Counters()
+    if not isinstance(counters, dict) or set(counters) != names:
+        raise UserError(f"{path}: state.json has no counters of this version; damaged, or of another txl")
+    for name, value in counters.items():
+        kind = kinds.get(name, type(getattr(fresh, name)))
+        if not (type(value) is kind or (value is None and name in kinds)):
+            raise UserError(
+                f"{path}: state.json: `{name}` must be {kind.__name__}, got {value!r:.40}; damaged"
+            )
+    return Counters(**counters)
+
+
+def _restore_random(tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(tensors["random.cpu"])
+    own = tensors.get(f"random.{device.type}")
+    if own is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(own, device)
+    elif own is not None and device.type == "mps":
+        torch.mps.set_rng_state(own)
