@@ -11,9 +11,9 @@ with sorted keys,
 
     {"model": {"clamp_len": null, ...}, "tokenizer": {"fingerprint": "9f86...", "kind": "char", ...}}
 
-so weights describe themselves. It is one key because safetensors writes several in random order. No file
-holds a path, a date or a duration: equal runs write equal bytes. A checkpoint's folder appears whole or not
-at all.
+so weights describe themselves. It is one key because safetensors writes several in random order. Neither
+safetensors file holds a path, a date or a duration: equal runs write equal bytes. A checkpoint's folder
+appears whole or not at all.
 
 Readers treat the files as a stranger's. Nothing is unpickled. Every size is held against the size of the file
 before anything is allocated: a model is built only if the file is large enough for its matrices. Names,
@@ -22,7 +22,6 @@ shapes and types must match exactly.
 
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -31,6 +30,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from txlcli import UserError
@@ -116,44 +116,14 @@ def save_checkpoint(
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file, one tensor at a time.
+    """Write a safetensors file.
 
-    The library's own writer (0.8) makes files that only their owner may read, and wraps what the operating
-    system says about a full disk in an error of its own kind.
+    By way of memory: the library's own way to a file (0.8) makes it readable to its owner only, and wraps
+    what the operating system says about a full disk in an error of its own kind.
     """
-    assert sys.byteorder == "little", "safetensors is little-endian"
-    # Large elements first, so that every tensor is aligned to its own.
-    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
-    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
-    end = 0
-    for name in names:
-        tensor = tensors[name]
-        begin, end = end, end + tensor.numel() * tensor.itemsize
-        header[name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            # An odd layout is straightened here: the file holds what the tensor shows.
-            plain = tensors[name].detach().cpu().contiguous().reshape(-1)
-            file.write(plain.view(torch.uint8).numpy().data)
-
-
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+        file.write(save(plain, metadata))
 
 
 # Reading

@@ -216,7 +216,8 @@ class TransformerXL(nn.Module):
         self.norm = (
             nn.LayerNorm(config.d_model, eps=LAYER_NORM_EPS) if config.norm == "pre" else nn.Identity()
         )
-        self.initialize()
+        if self.embed.weight.device.type != "meta":  # shapes alone need no numbers, and drawing them is slow
+            self.initialize()
 
     @torch.no_grad()
     def initialize(self) -> None:
