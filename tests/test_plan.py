@@ -205,7 +205,7 @@ def test_streams_split_into_the_parts_asked_for() -> None:
 
 def test_optimizer() -> None:
     assert planned(dataclasses.replace(BOOK, has_muon=False))["optimizer"] == "adamw"
-    assert planned(optimizer="sgd")["lr"] == 0.1
+    assert planned(optimizer="sgd")["lr"] == 0.3
     assert planned(lr="1")["lr"] == 1.0
 
 

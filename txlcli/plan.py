@@ -261,7 +261,7 @@ def streams(known: Known, facts: Facts) -> dict[str, Sourced]:
     return _planned(why, batch_size=n_stream)
 
 
-LEARNING_RATES = {"muon": 0.004, "adamw": 0.004, "adam": 0.004, "sgd": 0.1}
+LEARNING_RATES = {"muon": 0.004, "adamw": 0.004, "adam": 0.004, "sgd": 0.3}
 """Peak rates; with muon that of all but the matrices, which take ten times as much."""
 
 
