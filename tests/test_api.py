@@ -52,6 +52,18 @@ def make_run(tmp_path):
     return make
 
 
+def test_the_machine_is_set_as_asked(make_run):
+    folder = make_run().folder
+    with pytest.raises(UserError, match=r"^--attention: unknown backend; got `x`; choose from auto, eager$"):
+        load(folder, device="cpu", attention="x")
+    assert not torch.are_deterministic_algorithms_enabled()
+    try:
+        load(folder, device="cpu", attention="eager", deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_load_is_an_attribute_of_the_package(make_run):
     assert txlcli.load is load
     assert txlcli.LanguageModel is LanguageModel

@@ -84,7 +84,7 @@ def rewritten(run: Run) -> Iterator[tuple[dict[str, Tensor], dict[str, str]]]:
 
 STEP = "run/checkpoints/step-0000003"
 WEIGHTS = f"{STEP}/model.safetensors"
-REMEDY = "take another step with --checkpoint STEP"
+REMEDY = "take another step with --checkpoint STEP, or delete its folder to resume from the step before"
 
 
 # What goes in comes out

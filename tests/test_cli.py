@@ -1,3 +1,4 @@
+import errno
 import json
 import math
 import os
@@ -73,7 +74,13 @@ def text(tmp_path):
 
 # The flags of every command
 
-SHARED_MACHINE = {"--device": "auto", "--precision": "auto", "--threads": None}
+SHARED_MACHINE = {
+    "--device": "auto",
+    "--precision": "auto",
+    "--attention": "auto",
+    "--threads": None,
+    "--deterministic": False,
+}
 SETTINGS = {
     flag: None
     for leaf in config.LEAVES
@@ -310,6 +317,46 @@ def test_refusals(line, error):
     assert refusal(*line.split()) == error
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train PATH",
+        "train text.txt --out PATH",
+        "train text.txt --config PATH",
+        "train text.txt --valid PATH",
+        "train text.txt --test PATH",
+        "train text.txt --init PATH",
+        "train --resume PATH",
+        "generate --run PATH",
+        "generate --run RUN --prompt-file PATH",
+        "eval --run PATH",
+        "eval PATH --run RUN",
+        "eval --run RUN --per-token PATH",
+        "config --run PATH",
+        "config --config PATH",
+        "runs PATH",
+    ],
+)
+@pytest.mark.parametrize("kind", ["name too long", "closed folder", "loop", "below a file"])
+def test_a_path_that_the_system_refuses_is_told_in_one_line(trained, text, monkeypatch, line, kind):
+    Path("loop").symlink_to("loop")
+    path = {"name too long": "l" * 300, "loop": "loop", "below a file": "text.txt/x"}.get(kind, "closed/x")
+    ask = os.stat
+
+    def closed(place, *args, **kwargs):  # root, who may run this, is refused nothing
+        if str(place).startswith("closed"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
+        return ask(place, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", closed)
+    before = sorted(Path().iterdir())
+    words = [{"PATH": path, "RUN": str(trained)}.get(word, word) for word in line.split()]
+    if words[:2] == ["train", "text.txt"]:
+        words += ["--steps", "1", "--device", "cpu"]
+    assert path[:40] in refusal(*words)
+    assert sorted(Path().iterdir()) == before
+
+
 @pytest.mark.parametrize("line", ["--device cuda:99", "--device tpu", "--precision fp16 --device cpu"])
 def test_a_device_or_precision_that_is_not_there_is_refused(trained, text, line):
     for command in (
@@ -431,7 +478,45 @@ def test_whoever_stops_reading_ends_a_command_quietly_in_any_locale(trained):
     process.stderr.close()
 
 
-def test_a_training_that_nobody_watches_any_more_is_saved(monkeypatch):
+def test_whoever_stops_reading_help_ends_it_quietly():
+    process = start("-m", "txlcli", "train", "--help")
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(timeout=60) == 0
+    process.stderr.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("arguments", [["config"], ["train", "--help"], ["runs", "--json"]])
+def test_a_full_disk_under_a_result_is_told_in_one_line(tmp_path, arguments):
+    (tmp_path / "runs").mkdir()
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    command = [sys.executable, "-m", "txlcli", *arguments]
+    with Path("/dev/full").open("wb") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=env, check=False)
+    assert result.stderr == b"error: output: cannot be written; no space left on device\n"
+    assert result.returncode == 2
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_the_program_starts_ends_it_quietly(number, code):
+    # What is imported first after the program has taken its signals stands for all that is.
+    script = f"""if True:
+        import os, sys
+        from txlcli import __main__ as program
+        class Signalled:
+            def find_spec(self, name, path=None, target=None):
+                os.kill(os.getpid(), {int(number)})
+        sys.meta_path.insert(0, Signalled())
+        program.main()
+    """
+    process = start("-c", script)
+    assert process.communicate(timeout=60) == (b"", b"")
+    assert process.returncode == code
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError, OSError(errno.ENOSPC, "No space left on device")])
+def test_a_training_that_nobody_watches_any_more_is_saved(monkeypatch, error):
     shown = []
 
     def begin(*_, should_stop, **__):
@@ -441,7 +526,7 @@ def test_a_training_that_nobody_watches_any_more_is_saved(monkeypatch):
 
     def show(_, event):
         shown.append(event.text)
-        raise BrokenPipeError
+        raise error
 
     monkeypatch.setattr(train, "begin", begin)
     monkeypatch.setattr("txlcli.report.Training.show", show)
@@ -451,7 +536,7 @@ def test_a_training_that_nobody_watches_any_more_is_saved(monkeypatch):
 
 def test_a_training_whose_result_nobody_reads_is_done(monkeypatch):
     def begin(*_, **__):
-        yield train.Finished(3, Run(Path("a")), "length", None, None, None, None)
+        yield train.Finished(3, Run(Path("a")), "length", None, None, None, None, None, 8)
 
     def show(*_):
         raise BrokenPipeError
@@ -459,7 +544,7 @@ def test_a_training_whose_result_nobody_reads_is_done(monkeypatch):
     monkeypatch.setattr(train, "begin", begin)
     monkeypatch.setattr("txlcli.report.Training.show", show)
     # What the program closes then is this process' own output.
-    monkeypatch.setattr("txlcli.cli.errors._silence", lambda: None)
+    monkeypatch.setattr("txlcli.cli.errors._silence", lambda *_: None)
     run("train", "a.txt", code=0)
 
 
@@ -499,7 +584,20 @@ def test_stopping_and_resuming(trained, text):
     assert ("a" / weights).read_bytes() == (trained / weights).read_bytes()
     third = run("train", "--resume", "a")
     assert "note: a: is finished at step 12; a larger --steps continues it\n" in third.stderr
+    assert "next  txl generate --run a " in third.stderr
+    assert "--mem-len 0,8,16,32\n" in third.stderr
+    assert re.search(r"^best  step \d+ · [\d.]+ nats/token · [\d.]+ bits/byte held out$", third.stdout, re.M)
     assert refusal("train", "--resume", "a", "--lr", 1).startswith("--lr: cannot change on resume; ")
+    assert refusal("train", "--resume", "a", "--no-tied").startswith("--no-tied: cannot change on resume; ")
+
+
+def test_silence_does_not_change_the_result(text):
+    flags = ["--tokenizer", "char", "--steps", "4", "--valid-fraction", "0.2", "--eval-tokens", "9"]
+    loud, quiet = (
+        run("train", text, *TINY, *flags, *more).stdout.splitlines()[1:-1] for more in ([], ["--quiet"])
+    )
+    assert "first 9 tokens" in loud[-1]
+    assert quiet == loud
 
 
 def test_dry_run_writes_nothing(text):
@@ -617,6 +715,20 @@ def test_eval_reads_standard_input_and_the_splits_of_the_run(trained, text):
     assert total()[1:] == (None, "valid")
 
 
+def test_eval_reads_text_as_its_run_did(trained, tmp_path):
+    bad = tmp_path / "bad.txt"
+    bad.write_bytes(b"caf\xe9 na\x92ve\n" * 30)
+    assert refusal("eval", bad, "--run", trained) == (
+        f"{bad}: not utf-8 at byte 3, line 1; got 0xe9; name its encoding (--encoding cp1252), "
+        "or train with --encoding-errors replace or --tokenizer byte"
+    )
+    flags = ["--tokenizer", "char", "--encoding-errors", "replace", "--steps", "1", "--out", "r"]
+    run("train", bad, *TINY, *flags)
+    result = json.loads(run("eval", bad, "--run", "r", "--json").stdout)
+    assert result["notices"][0] == f"{bad}: 60 bytes are not utf-8 and are read as U+FFFD"
+    assert result["rows"][0]["bytes_scored"] == bad.stat().st_size - 1
+
+
 def test_eval_with_other_lengths(trained):
     def row(*args):
         return json.loads(evaluate(trained, "--json", *args).stdout)["rows"][0]
@@ -689,6 +801,11 @@ def test_presets_are_listed_with_what_they_say_of_themselves():
     rows = json.loads(run("config", "--list", "--json").stdout)
     assert [row["name"] for row in rows] == list(config.presets())
     assert all(row["name"] in text and row["summary"] in text for row in rows)
+
+
+@pytest.mark.parametrize("more", ["n_layer", "--run=a", "--config=a.yaml"])
+def test_a_list_of_presets_takes_nothing_else(more):
+    assert refusal("config", "--list", more).startswith("--list: goes alone or with --json; ")
 
 
 def test_runs(trained):

@@ -444,6 +444,28 @@ def test_short_texts_hold_nothing_out_or_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "data").exists()
 
 
+def test_one_token_of_many_bytes_names_the_tokenizers_that_make_more(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        store_text(tmp_path, b"abc" * 30, "word")
+    assert str(caught.value) == (
+        f"{tmp_path}/text.txt: too short to learn from; got 1 token, needs at least 2 "
+        "of the word vocabulary; use --tokenizer char or byte"
+    )
+
+
+def test_replaced_bytes_of_other_files_are_told(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"caf\xe9 " * 3)
+    (tmp_path / "b").write_bytes(b"na\xefve")
+    text, other = (find_corpus([str(tmp_path / name)], errors="replace") for name in "ab")
+    tokenizer = build_tokenizer("char", vocab_size=None, text=lambda: iter([b"a"]), n_bytes=1, seed=0)
+    told = [f"{tmp_path}/b: 1 byte is not utf-8 and is read as U+FFFD"]
+    (tmp_path / "run").mkdir()
+    prepared = run_all(prepare(text, tokenizer, tmp_path / "run", split_at=text.n_bytes, valid=other))
+    assert list(prepared.notices) == told  # those of the corpus itself are told by its survey
+    (tmp_path / "eval").mkdir()
+    assert list(run_all(encode_text(other, tokenizer, tmp_path / "eval")).notices) == told
+
+
 def test_other_files_may_be_held_out(tmp_path: Path) -> None:
     corpora = []
     for name, data in (("a", b"training text"), ("b", b"held out"), ("c", b"tested on"), ("d", b"x")):

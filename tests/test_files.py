@@ -180,7 +180,7 @@ def test_read_bounded_names_what_is_no_file(tmp_path: Path) -> None:
         (tmp_path / "pipe", "is a named pipe, not a file"),
         (Path("/dev/zero"), "is a device, not a file"),
         (tmp_path / "loop", "cannot be read; too many levels of symbolic links"),
-        (Path("a\0b"), "cannot be read; embedded null byte"),
+        (Path("a\0b"), "cannot be read; a name cannot hold a NUL byte"),
     ):
         with pytest.raises(UserError) as caught:
             files.read_bounded(path, 10)
@@ -211,3 +211,44 @@ def test_read_at_goes_on_after_a_short_read(tmp_path: Path, monkeypatch: pytest.
         assert files.read_at(fd, 50, 3) == bytes(range(3, 53))
     finally:
         os.close(fd)
+
+
+def test_looking_at_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_bytes(b"x")
+    status = files.look_at(tmp_path / "a")
+    assert status is not None
+    assert status.st_size == 1
+    assert files.look_at(tmp_path / "b") is None
+    assert files.look_at(tmp_path / "a" / "b") is None
+    assert [files.is_folder(tmp_path / name) for name in ("", "a", "b")] == [True, False, False]
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    for name, error in (
+        ("l" * 300, f"{'l' * 300}: cannot be read; file name too long"),
+        ("loop", "loop: cannot be read; too many levels of symbolic links"),
+        ("a\0b", r"'a\x00b': cannot be read; a name cannot hold a NUL byte"),
+    ):
+        for look in (files.look_at, files.is_folder):
+            with pytest.raises(UserError) as caught:
+                look(Path(name))
+            assert str(caught.value) == error
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("folder", "folder: cannot be written; is a folder, not a file"),
+        ("pipe", "pipe: cannot be written; is a named pipe, not a file"),
+        ("l" * 300, f"{'l' * 300}: cannot be written; file name too long"),
+    ],
+)
+def test_a_name_that_cannot_be_taken_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, error: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    os.mkfifo("pipe")
+    with pytest.raises(UserError) as caught, files.open_whole(Path(name)):
+        raise AssertionError("nothing may be computed for a file that cannot be")
+    assert str(caught.value) == error
+    assert names(tmp_path) == ["folder", "pipe"]

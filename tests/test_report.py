@@ -358,19 +358,22 @@ def finished(**changes):
         "reason": "length",
         "best_step": 2500,
         "best_nll": 1.5,
+        "best_bits_per_byte": 1.082,
         "best_score": score(),
         "last_score": score(total_nll=1600.0),
+        "mem_len": 96,
     }
     return train.Finished(**(values | changes))
 
 
 def test_the_end_names_the_result_and_what_to_try_next():
     ready = train.Ready(Run(Path("runs/a b")), config.build(config.from_flags({"mem_len": "96"})), {})
+    best = train.Evaluated(2500, score(tokens=500), 96, is_best=True, is_whole=False)
     evaluated = train.Evaluated(3000, score(total_nll=1600.0), 96, is_best=False, is_whole=True)
-    text, results = draw([ready, stepped(3000), evaluated, finished()])
+    text, results = draw([ready, best, stepped(3000), evaluated, finished()])
     assert results.splitlines() == [
         "done  step 3,000 in 0:00",
-        "best  step 2,500 · 1.5000 nats/token · 1.0820 bits/byte held out",
+        "best  step 2,500 · 1.5000 nats/token · 1.0820 bits/byte held out · first 501 tokens",
         "last  step 3,000 · 1.6000 nats/token · 1.1542 bits/byte · all 1,001 tokens",
         "run   runs/a b",
     ]
@@ -386,7 +389,14 @@ def test_the_end_of_an_interrupted_training_says_how_to_go_on():
     assert results == "done  step 5 · interrupted, saved\nrun   runs/a b\n"
     assert text.startswith("next  txl train --resume 'runs/a b'\n")
     text, results = draw([finished(best_score=None, last_score=None)], is_quiet=True)
-    assert (text, results.splitlines()[1]) == ("", "best  step 2,500 · 1.5000 nats/token held out")
+    assert text == ""
+    assert results.splitlines()[1] == "best  step 2,500 · 1.5000 nats/token · 1.0820 bits/byte held out"
+
+
+def test_silence_does_not_change_the_result():
+    evaluated = train.Evaluated(3000, score(total_nll=1600.0), 96, is_best=False, is_whole=False)
+    events = [evaluated, finished()]
+    assert draw(events, is_quiet=True) == ("", draw(events)[1])
 
 
 # Tables

@@ -345,6 +345,8 @@ def test_a_run_is_described_with_its_best_and_its_size() -> None:
     runs.write_pointers(run, Pointers(50, 100, 1.25))
     for step, bits in ((50, 2.5), (100, 2.75)):
         runs.append_metrics(run, {"event": "eval", "step": step, "nll": 1.0, "bits_per_byte": bits})
+    # A last step may be scored a second time, then on all held-out text; the first score chose the best.
+    runs.append_metrics(run, {"event": "eval", "step": 50, "nll": 1.1, "bits_per_byte": 2.6})
     summary = runs.describe_run(run)
     assert (summary.tokenizer, summary.n_vocab) == ("byte", tokenizer.n_vocab)
     assert (summary.step, summary.steps, summary.best_step) == (100, None, 50)

@@ -86,7 +86,7 @@ def test_paths_that_are_no_text_are_refused_by_name(tmp_path: Path) -> None:
         assert str(caught.value) == f"{tmp_path}/{name}: {text}"
     with pytest.raises(UserError, match=r"^/dev/zero: is a device, not a file; send its text"):
         find_corpus(["/dev/zero"])
-    with pytest.raises(UserError, match=r"^'a\\x00b': cannot be read; embedded null byte$"):
+    with pytest.raises(UserError, match=r"^'a\\x00b': cannot be read; a name cannot hold a NUL byte$"):
         find_corpus(["a\0b"])
     with pytest.raises(UserError, match=r"^no text is named; give files, a folder, or `-` for stdin"):
         find_corpus([])
@@ -132,7 +132,7 @@ def test_unknown_encodings_are_refused_with_a_suggestion() -> None:
     ]
 
 
-REMEDY = "name its encoding (--encoding cp1252), or use --encoding-errors replace or --tokenizer byte"
+REMEDY = "name its encoding (--encoding cp1252), or train with --encoding-errors replace or --tokenizer byte"
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ REMEDY = "name its encoding (--encoding cp1252), or use --encoding-errors replac
             b"\x1f\x8b\x08\0",
             "utf-8",
             "not utf-8 at byte 1, line 1; got 0x8b; "
-            "it looks like a gzip file: unpack it first, or use --tokenizer byte",
+            "it looks like a gzip file: unpack it first, or train with --tokenizer byte",
         ),
         (
             "紅".encode("utf-16"),

@@ -812,10 +812,26 @@ def test_a_short_text_gets_fewer_streams_with_a_notice(tmp_path: Path) -> None:
     assert isinstance(ready, Ready)
     texts = [event.text for event in of_kind(events, Notice)]
     assert any(text.startswith("batch_size: 64 asked for, ") for text in texts)
+    assert (
+        "tgt_len: 8 asked for, 1 taken: 6 tokens in 5 streams; a smaller --batch-size gives longer segments"
+        in texts
+    )
     end = list(train(ready.run, replace(ready.config, train=replace(ready.config.train, steps=5))))[-1]
     assert isinstance(end, Finished)
     assert end.step == 5
     assert np.isfinite(losses(ready.run)).all()
+
+
+def test_a_vocabulary_learned_from_a_part_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "words.txt").write_bytes(b"the quick brown fox jumps.\n" * 60)
+    flags = {**TINY, "corpus": (str(tmp_path / "words.txt"),), "tokenizer": "sentencepiece"}
+    told = "vocabulary: learned from 8 MiB drawn from all over the text"
+    events = list(begin(from_flags(flags), dry_run=True))
+    assert told not in [event.text for event in of_kind(events, Notice)]
+    monkeypatch.setattr("txlcli.train.preparing.SAMPLE_BYTES", 1 << 10)
+    told = told.replace("8 MiB", "0 MiB")
+    events = list(begin(from_flags(flags), dry_run=True))
+    assert told in [event.text for event in of_kind(events, Notice)]
 
 
 def test_white_space_is_refused_for_words_and_pieces(tmp_path: Path) -> None:

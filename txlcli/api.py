@@ -19,10 +19,11 @@ from typing import Any, Literal
 import torch
 
 from txlcli import UserError
+from txlcli.attention import choose_backend
 from txlcli.checkpoint import load_model
 from txlcli.config import Config, check, leaf
 from txlcli.data import Counts, Split, TokenStore, encode_text, open_counts, open_split, read_store_info
-from txlcli.device import Precision, choose_device, choose_precision
+from txlcli.device import Precision, choose_device, choose_precision, repeat_exactly
 from txlcli.evaluate import Score, evaluate, final_score
 from txlcli.generate import Event, GeneratedText, Prompt, SamplingOptions, encode_prompt, generate, to_bytes
 from txlcli.model import Lengths, TransformerXL
@@ -211,7 +212,8 @@ class LanguageModel:
                 path.write_bytes(to_bytes(text, place))
                 encoding = "utf-8" if isinstance(text, str) else encoding
             try:
-                corpus = find_corpus([str(path)], encoding=encoding, raw=self.tokenizer.kind == "byte")
+                errors, raw = self.config.data.encoding_errors, self.tokenizer.kind == "byte"
+                corpus = find_corpus([str(path)], encoding=encoding, errors=errors, raw=raw)
                 for _ in encode_text(corpus, self.tokenizer, folder):
                     pass  # progress, which nobody watches here
             except UserError as error:
@@ -233,7 +235,9 @@ def load(
     *,
     device: str = "auto",
     precision: str = "auto",
+    attention: str = "auto",
     threads: int | None = None,
+    deterministic: bool = False,
 ) -> LanguageModel:
     """Load a run.
 
@@ -242,17 +246,24 @@ def load(
         checkpoint: `best`, `last` or a step.
         device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.
         precision: Of matrix products: `fp32`, `bf16`, `fp16`; `auto`: as the commands choose.
+        attention: Backend of the attention operation; `auto`: the fastest that runs here.
         threads: CPU threads of this process from now on; None: as they are.
+        deterministic: Only operations that repeat bit for bit, in this process from now on.
 
     Raises:
-        UserError: the folder is no run, its files are damaged, or this machine lacks the device or precision.
+        UserError: the folder is no run, its files are damaged, or this machine lacks the device, precision or
+            backend.
     """
     chosen = choose_device(device)
     choose_precision(precision, chosen, training=False)
+    choose_backend(attention)
     if threads is not None:
         torch.set_num_threads(threads)
+    if deterministic:
+        repeat_exactly()
     run = latest_run() if path is None else open_run(path)
     loaded = load_model(run, str(checkpoint), chosen)
+    loaded.model.use_attention(attention)
     return LanguageModel(
         run=run,
         step=loaded.step,

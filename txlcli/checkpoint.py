@@ -191,7 +191,7 @@ def _open_tensors(path: Path) -> Iterator[Any]:
         raise UserError(f"{path}: damaged; {error}; {_REMEDY}") from error
 
 
-_REMEDY = "take another step with --checkpoint STEP"
+_REMEDY = "take another step with --checkpoint STEP, or delete its folder to resume from the step before"
 
 
 def _check_header(path: Path) -> None:

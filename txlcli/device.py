@@ -1,5 +1,6 @@
 """The machine that computes: device, precision, and what bit-exact repetition needs to be equal."""
 
+import os
 import platform
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -79,6 +80,13 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[obj
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype=DTYPES[precision])
+
+
+def repeat_exactly() -> None:
+    """Allow only operations that repeat bit for bit, for the rest of this process."""
+    # cuBLAS repeats its sums only with a workspace of its own, and reads this when it starts.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
 
 
 def environment(device: torch.device, precision: str) -> dict[str, str | int]:

@@ -18,8 +18,13 @@ from typing import BinaryIO
 from txlcli import UserError
 
 
-def describe_error(error: OSError) -> str:
-    """Name an operating-system error in lower-case words: `no space left on device`."""
+def describe_error(error: OSError | ValueError) -> str:
+    """Name an operating-system error in lower-case words: `no space left on device`.
+
+    A ValueError is what Python says of a name that no system can take, in words that change with its version.
+    """
+    if isinstance(error, ValueError):
+        return "a name cannot hold a NUL byte"
     return (error.strerror or str(error) or type(error).__name__).lower()
 
 
@@ -41,6 +46,11 @@ def open_whole(path: Path) -> Iterator[BinaryIO]:
         UserError: the place cannot be written to, or the disk is full; what was there before is untouched.
     """
     temporary = _temporary_name(path)
+    # A rename would fail on a folder and on a name too long only after all the work, and replace a device.
+    with _naming(path, temporary), suppress(FileNotFoundError):
+        kind = describe_kind(path.stat().st_mode)
+        if kind is not None:
+            raise UserError(f"{path}: cannot be written; is {kind}, not a file")
     try:
         with _naming(path, temporary), temporary.open("xb") as file:
             yield file
@@ -132,9 +142,36 @@ def open_regular(path: Path) -> int:
         if kind is None:
             return os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0))
     except (OSError, ValueError) as error:
-        reason = describe_error(error) if isinstance(error, OSError) else str(error)
-        raise UserError(f"{path}: cannot be read; {reason}") from error
+        raise UserError(f"{path}: cannot be read; {describe_error(error)}") from error
     raise UserError(f"{path}: is {kind}, not a file")
+
+
+def look_at(path: Path) -> os.stat_result | None:
+    """Return the status of what a path leads to; None where nothing is.
+
+    Unlike `Path.exists` and its like, which let some errors of the system through and not others.
+
+    Raises:
+        UserError: the system does not say: the way there is closed, or the name is one it cannot take.
+    """
+    try:
+        return path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read; {describe_error(error)}") from error
+    except ValueError as error:  # a NUL byte in the name
+        raise UserError(f"{str(path)!r}: cannot be read; {describe_error(error)}") from error
+
+
+def is_folder(path: Path) -> bool:
+    """Say whether a path leads to a folder.
+
+    Raises:
+        UserError: as `look_at`.
+    """
+    status = look_at(path)
+    return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def describe_kind(mode: int) -> str | None:

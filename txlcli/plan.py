@@ -451,7 +451,7 @@ def take_from_run(settings: Settings, config: Config, run: str) -> Settings:
             continue
         ours = settings.get(item.name)
         if ours is not None and ours.value != theirs[item.name]:
-            place = item.flag if ours.origin == FLAG else f"{ours.origin}: {item.name}"
+            place = item.flag_for(ours.value) if ours.origin == FLAG else f"{ours.origin}: {item.name}"
             raise UserError(
                 f"{place}: comes with --init; got {ours.value}, {run} has {theirs[item.name]}; leave it out"
             )

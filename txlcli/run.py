@@ -26,7 +26,7 @@ from typing import Any
 
 from txlcli import UserError
 from txlcli.config import Config, build, read_settings
-from txlcli.files import describe_error, read_bounded, remove_leftovers, write_whole
+from txlcli.files import describe_error, is_folder, look_at, read_bounded, remove_leftovers, write_whole
 from txlcli.tokenizer import load_tokenizer
 
 RUNS = Path("runs")
@@ -117,11 +117,11 @@ def open_run(path: str | Path) -> Run:
         UserError: `path` is not a run; the message says what is missing.
     """
     folder = Path(path)
-    if not folder.exists():
+    if look_at(folder) is None:
         raise UserError(f"{folder}: no such run folder; `txl runs` lists those under {RUNS}/")
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise UserError(f"{folder}: not a run but a file; name the run's folder")
-    if not (folder / "config.yaml").is_file():
+    if look_at(folder / "config.yaml") is None:
         raise UserError(
             f"{folder}: not a run, it has no config.yaml; `txl train` makes one, `txl runs` lists them"
         )
@@ -175,7 +175,8 @@ def list_runs(root: Path = RUNS) -> list[Run]:
         UserError: `root` is no folder that can be read.
     """
     try:
-        return [Run(folder) for folder in sorted(root.iterdir()) if (folder / "config.yaml").is_file()]
+        # os.path's form is false, not an error, for a folder that is closed to us: it hides no other run.
+        return [Run(folder) for folder in sorted(root.iterdir()) if os.path.isfile(folder / "config.yaml")]  # noqa: PTH113
     except OSError as error:
         raise UserError(
             f"{root}: no folder of runs here ({describe_error(error)}); train one with `txl train FILE`"
@@ -188,7 +189,7 @@ def latest_run(root: Path = RUNS) -> Run:
     Raises:
         UserError: there is none with a checkpoint.
     """
-    saved = [(_saved_at(run), run.folder) for run in list_runs(root)] if root.is_dir() else []
+    saved = [(_saved_at(run), run.folder) for run in list_runs(root)] if is_folder(root) else []
     moment, folder = max(saved, default=(-1, root))
     if moment < 0:
         raise UserError(
@@ -211,7 +212,7 @@ def _name_from(stem: str) -> str:
 
 
 def _make_numbered(name: str) -> Run:
-    made: tuple[Path, ...] = () if RUNS.exists() else (RUNS,)
+    made: tuple[Path, ...] = () if look_at(RUNS) else (RUNS,)
     number = 1
     while True:
         folder = RUNS / (name if number == 1 else f"{name}-{number}")
@@ -220,7 +221,7 @@ def _make_numbered(name: str) -> Run:
             # Two trainings that start at once must not share a folder: mkdir fails for the second.
             folder.mkdir()
         except FileExistsError:
-            if not RUNS.is_dir():
+            if not is_folder(RUNS):
                 raise UserError(f"{RUNS}: a file has this name; name a folder with --out DIR") from None
             number += 1
         except OSError as error:
@@ -230,8 +231,8 @@ def _make_numbered(name: str) -> Run:
 
 
 def _make_given(path: Path) -> Run:
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
         is_empty = next(path.iterdir(), None) is None
     except OSError as error:
@@ -303,7 +304,7 @@ def read_pointers(run: Run) -> Pointers:
         UserError: the file is damaged.
     """
     path = run.pointers_path
-    if not path.exists():
+    if look_at(path) is None:
         return Pointers()
     values = parse_json(read_bounded(path, _POINTERS_LIMIT_BYTES), path)
     best, last, best_nll = (values.get(name) for name in ("best", "last", "best_nll"))
@@ -397,9 +398,11 @@ def cut_metrics(run: Run, n_bytes: int) -> bool:
     return length >= n_bytes
 
 
-def _bits_per_byte(run: Run, step: int) -> float | None:
-    """Find the held-out bits per byte that metrics.jsonl gives for `step`."""
-    found = None
+def read_bits_per_byte(run: Run, step: int | None) -> float | None:
+    """Find the held-out bits per byte that metrics.jsonl gives for `step`.
+
+    The last step may have two scores: that of the slice, which chose the best, comes first.
+    """
     # A summary does without: the file may be gone or cut by hand.
     with suppress(OSError, UserError), run.metrics_path.open("rb") as file:
         while line := file.readline(_METRICS_LINE_LIMIT_BYTES):
@@ -407,8 +410,8 @@ def _bits_per_byte(run: Run, step: int) -> float | None:
                 values = parse_json(line, run.metrics_path)
                 if values.get("event") == "eval" and values.get("step") == step:
                     value = values.get("bits_per_byte")
-                    found = value if isinstance(value, float) else None
-    return found
+                    return value if isinstance(value, float) else None
+    return None
 
 
 # Summary
@@ -433,7 +436,7 @@ def describe_run(run: Run) -> RunSummary:
         steps=config.train.steps,
         best_step=pointers.best,
         best_nll=pointers.best_nll,
-        best_bits_per_byte=None if pointers.best is None else _bits_per_byte(run, pointers.best),
+        best_bits_per_byte=read_bits_per_byte(run, pointers.best),
         n_bytes=_size(run.folder),
     )
 

@@ -47,11 +47,12 @@ def _show_version(is_wanted: bool) -> None:
 
     device = choose_device("auto")
     facts = environment(device, "fp32")
+    threads = f"{facts['threads']} CPU thread{'' if facts['threads'] == 1 else 's'}"
     bf16 = "bf16 in hardware" if has_bf16(device) else "no bf16 in hardware"
     Screen.of(sys.stdout).write(
         f"txl {__version__}\n"
         f"python {platform.python_version()} on {platform.platform()}\n"
-        f"torch {facts['torch']}, {facts['threads']} threads\n"
+        f"torch {facts['torch']}, {threads}\n"
         f"device {device}: {facts['processor']}, {bf16}\n"
         f"attention {', '.join(BACKENDS)}"
     )

@@ -36,6 +36,8 @@ def config(
     out = Screen.of(sys.stdout)
     if run is not None and config_file is not None:
         raise UserError("--config: cannot go with --run; give one of them")
+    if is_list and (key or run or config_file):
+        raise UserError("--list: goes alone or with --json; leave out KEY, --run and --config")
     if is_list:
         presets = {name: (path, _summary(path)) for name, path in settings_of.presets().items()}
         if is_json:

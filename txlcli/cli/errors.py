@@ -1,5 +1,6 @@
 """Errors to exit codes: what a command raises becomes one line and a number."""
 
+import errno
 import io
 import os
 import signal
@@ -7,15 +8,17 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import typer
 from typer.core import TyperGroup
 
 from txlcli import UserError
+from txlcli.files import describe_error
 from txlcli.report import Screen, escape_controls
 
 _FAILED, _UNUSABLE = 1, 2
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Failed(Exception):
@@ -53,7 +56,18 @@ class Commands(TyperGroup):
         except Failed as error:
             _end(str(error), _FAILED)
         except BrokenPipeError:
-            # Nobody reads any more; the interpreter's own last flush must not complain either.
+            # Nobody reads any more.
+            _silence()
+            sys.exit(0)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            _silence(sys.stdout)
+            _end(f"{error.filename or 'output'}: cannot be written; {describe_error(error)}", _UNUSABLE)
+        except SystemExit as end:
+            # rich ends by itself, with 1, where the reader of a help page closes the pipe.
+            if not isinstance(end.__context__, BrokenPipeError):
+                raise
             _silence()
             sys.exit(0)
         except (KeyboardInterrupt, typer.Abort):
@@ -73,14 +87,15 @@ def _prepare_streams() -> None:
 
 def _end(text: str, code: int) -> NoReturn:
     screen = Screen.of(sys.stderr)
-    with suppress(BrokenPipeError):
+    with suppress(OSError):
         screen.write(f"{screen.style('error', 'red')}: {escape_controls(text)}")
     sys.exit(code)
 
 
-def _silence() -> None:
+def _silence(*streams: TextIO) -> None:
+    """See to it that the interpreter's own last flush of these streams, or of both, cannot complain."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
+    for stream in streams or (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
         with suppress(OSError, ValueError):

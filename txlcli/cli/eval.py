@@ -14,7 +14,9 @@ from txlcli.cli.app import command
 from txlcli.cli.flags import (
     MACHINE,
     SCORING,
+    AttentionFlag,
     CheckpointFlag,
+    DeterministicFlag,
     DeviceFlag,
     JsonFlag,
     PrecisionFlag,
@@ -108,7 +110,9 @@ def evaluate(
     ] = None,
     device: DeviceFlag = "auto",
     precision: PrecisionFlag = "auto",
+    attention: AttentionFlag = "auto",
     threads: ThreadsFlag = None,
+    is_deterministic: DeterministicFlag = False,
 ) -> None:
     """Score text exactly, once per memory length.
 
@@ -127,7 +131,9 @@ def evaluate(
         batch_size=setting("batch_size", batch_size),
         device=setting("device", device),
         precision=setting("precision", precision),
+        attention=setting("attention", attention),
         threads=setting("threads", threads),
+        is_deterministic=is_deterministic,
         is_by_line=is_by_line,
     )
     if per_token is not None and request.mem_lens is not None and len(request.mem_lens) > 1:
@@ -159,7 +165,9 @@ class _Request:
     batch_size: int | None
     device: str
     precision: str
+    attention: str
     threads: int | None
+    is_deterministic: bool
     is_by_line: bool
 
     def lengths(self, trained: "Lengths", mem_len: int) -> "Lengths":
@@ -265,7 +273,15 @@ def _score(
     from txlcli.device import choose_precision
     from txlcli.evaluate import TokenNats
 
-    lm = load(run, checkpoint, device=request.device, precision=request.precision, threads=request.threads)
+    lm = load(
+        run,
+        checkpoint,
+        device=request.device,
+        precision=request.precision,
+        attention=request.attention,
+        threads=request.threads,
+        deterministic=request.is_deterministic,
+    )
     precision = choose_precision(request.precision, lm.device, training=False)
     text = _open_text(request, lm, stack, stages, interruption)
     trained = lm.model.lengths
@@ -313,6 +329,7 @@ def _open_text(
         corpus = find_corpus(
             [request.file],
             encoding=request.encoding,
+            errors=lm.config.data.encoding_errors,
             raw=lm.tokenizer.kind == "byte",
             stdin_copy=folder / "stdin",
         )
@@ -369,7 +386,7 @@ def _score_row(
     for event in events:
         if isinstance(event, Score):
             return event
-        stages.show(stage, event.done, event.total, "tokens")
+        stages.show(stage, event.done, event.total, "tokens, warm-up included")
         interruption.leave()
     raise AssertionError("an evaluation ends with its score")
 

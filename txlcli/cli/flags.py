@@ -124,6 +124,19 @@ PrecisionFlag = Annotated[
         has_default=True,
     ),
 ]
+AttentionFlag = Annotated[
+    str,
+    option(
+        "--attention",
+        metavar="|".join(config.leaf("attention").choices),
+        help=config.leaf("attention").help,
+        panel=MACHINE,
+        has_default=True,
+    ),
+]
 ThreadsFlag = Annotated[str | None, option("--threads", metavar="N", help="CPU threads", panel=MACHINE)]
+DeterministicFlag = Annotated[
+    bool, option("--deterministic", help=config.leaf("deterministic").help, panel=MACHINE)
+]
 QuietFlag = Annotated[bool, option("--quiet", help="nothing on stderr but errors")]
 JsonFlag = Annotated[bool, option("--json", help="print JSON")]

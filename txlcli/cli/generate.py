@@ -10,7 +10,9 @@ from txlcli import UserError
 from txlcli.cli.app import command
 from txlcli.cli.flags import (
     SAMPLING,
+    AttentionFlag,
     CheckpointFlag,
+    DeterministicFlag,
     DeviceFlag,
     JsonFlag,
     PrecisionFlag,
@@ -147,7 +149,9 @@ def generate(
     ] = None,
     device: DeviceFlag = "auto",
     precision: PrecisionFlag = "auto",
+    attention: AttentionFlag = "auto",
     threads: ThreadsFlag = None,
+    is_deterministic: DeterministicFlag = False,
 ) -> None:
     """Continue a text.
 
@@ -158,8 +162,13 @@ def generate(
         raise UserError("--prompt-file: cannot go with --prompt; give one of them")
     if has_logprobs and not is_json:
         raise UserError("--logprobs: goes with --json only")
-    n_threads = setting("threads", threads)
-    device_name, precision_name = setting("device", device), setting("precision", precision)
+    machine = {
+        "device": setting("device", device),
+        "precision": setting("precision", precision),
+        "attention": setting("attention", attention),
+        "threads": setting("threads", threads),
+        "deterministic": is_deterministic,
+    }
     with listening("stopping; once more to stop at once") as interruption:
         from txlcli.api import load
         from txlcli.generate import SamplingOptions
@@ -179,7 +188,7 @@ def generate(
         ).seeded()
         source = _read_prompt(prompt, prompt_file)
         screen, out = Screen.of(sys.stderr, is_quiet=is_quiet), Screen.of(sys.stdout)
-        lm = load(run, checkpoint, device=device_name, precision=precision_name, threads=n_threads)
+        lm = load(run, checkpoint, **machine)
         pieces = _pieces(lm, source, options, screen)
         if is_json:
             _write_json(pieces, out, has_logprobs, interruption)

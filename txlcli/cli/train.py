@@ -94,12 +94,12 @@ def train(
         ):
             try:
                 drawing.show(event)
-            except BrokenPipeError:
+            except OSError:
                 from txlcli.train import Finished
 
                 if isinstance(event, Finished):
                     raise
-                # Whoever watched is gone: the run is saved before the command ends.
+                # Whoever watched is gone, or their disk is full: the run is saved before the command ends.
                 drawing.hush()
                 interruption.stop()
     interruption.leave()

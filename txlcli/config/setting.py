@@ -112,6 +112,10 @@ class Leaf:
         """`--no-tied` for a yes/no setting, else None."""
         return "--no-" + self.name.replace("_", "-") if self.kind == "bool" else None
 
+    def flag_for(self, value: object) -> str | None:
+        """The flag that gives this value: `--no-tied` for False."""
+        return self.negative_flag if value is False else self.flag
+
     @property
     def key(self) -> str:
         """`model.n_layer`."""

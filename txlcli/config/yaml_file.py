@@ -86,10 +86,11 @@ def _read_text(path: Path) -> str:
         raise UserError(f"{path}: no such file") from None
     except IsADirectoryError:
         inside = path / "config.yaml"
-        hint = f"; its settings are in {inside}" if inside.is_file() else "; give a YAML file"
+        hint = f"; its settings are in {inside}" if _is_there(inside) else "; give a YAML file"
         raise UserError(f"{path}: is a folder{hint}") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"{path}: cannot be read; {reason.lower()}") from None
     if len(data) > _YAML_LIMIT_BYTES:
         raise UserError(f"{path}: larger than {_YAML_LIMIT_BYTES >> 20} MB; is this a settings file?")
     try:
@@ -97,6 +98,13 @@ def _read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise UserError(f"{path}:{line}: not UTF-8 at byte {error.start}; save the file as UTF-8") from None
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a folder that is closed to us, a name too long
+        return False
 
 
 class _Entry(NamedTuple):
@@ -271,7 +279,7 @@ def find_preset(name_or_path: str) -> Path:
     if name_or_path in known:
         return known[name_or_path]
     path = Path(name_or_path)
-    if path.suffix in (".yaml", ".yml") or path.exists() or len(path.parts) > 1:
+    if path.suffix in (".yaml", ".yml") or _is_there(path) or len(path.parts) > 1:
         return path
     near = suggestion(name_or_path, known)
     raise UserError(

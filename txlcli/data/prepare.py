@@ -25,6 +25,7 @@ from txlcli.sources import (
     code_points,
     complete_utf8,
     read_chunks,
+    told_replaced,
 )
 from txlcli.tokenizer import Tokenizer
 
@@ -121,8 +122,10 @@ def _write_store(
                 dtype,
                 frequencies if part is parts[0] and tokenizer.newline_id is None else None,
                 digest.update if part.corpus is corpus else None,
+                # The survey of a corpus to learn from has counted them already.
+                notices if part.corpus is not corpus or part.split == "test" else None,
             )
-            _check_length(part, splits[part.split], least_tokens)
+            _check_length(part, splits[part.split], least_tokens, tokenizer)
         for one in {id(part.corpus): part.corpus for part in parts}.values():
             notices.extend(check_unchanged(one))
         info = StoreInfo(
@@ -155,20 +158,31 @@ def _encode_part(
     dtype: str,
     frequencies: npt.NDArray[np.int64] | None,
     watch: Callable[[bytes], object] | None,
+    notices: list[str] | None,
 ) -> Generator[Progress, None, SplitInfo]:
-    """Write the ids of one split and, if it is held out, their counts; add its tokens to `frequencies`."""
+    """Write the ids of one split and, if it is held out, their counts; add its tokens to `frequencies`.
+
+    Bytes that were no text are told in `notices`.
+    """
     n_tokens = n_bytes = n_unknown = n_characters = 0
     is_counted = part.split != "train"
     stored = np.dtype(dtype).newbyteorder("<")
     total = part.stop - part.start
-    chunks = read_chunks(part.corpus, part.start, part.stop, sized=is_counted, watch=watch)
+    n_replaced = 0
+
+    def counted() -> Iterator[Chunk]:
+        nonlocal n_replaced
+        for chunk in read_chunks(part.corpus, part.start, part.stop, sized=is_counted, watch=watch):
+            n_replaced += chunk.n_replaced
+            yield chunk
+
     yield Progress(f"encoding {part.split}", 0, total)
     with ExitStack() as stack:
         file = stack.enter_context((folder / f"{part.split}.ids").open("xb"))
         tally = _Tally(folder / f"{part.split}.counts", part.corpus) if is_counted else None
         if tally is not None:
             stack.callback(tally.close)
-        for piece in whole_units(tokenizer, chunks):
+        for piece in whole_units(tokenizer, counted()):
             if tally is None:
                 ids = tokenizer.encode(piece.text)
                 n_characters += int(np.count_nonzero(character_ends(piece.text)))
@@ -183,6 +197,8 @@ def _encode_part(
             n_tokens += len(ids)
             n_bytes = piece.source_bytes
             yield Progress(f"encoding {part.split}", n_bytes, total)
+    if notices is not None and n_replaced:
+        notices.append(told_replaced(part.corpus, n_replaced))
     known_characters = None if part.corpus.raw else n_characters
     return SplitInfo(
         n_tokens=n_tokens,
@@ -323,13 +339,17 @@ def _differences(marks: npt.NDArray[Any], ends: npt.NDArray[np.int64]) -> npt.ND
     return at_end
 
 
-def _check_length(part: Part, info: SplitInfo, least_tokens: int) -> None:
+def _check_length(part: Part, info: SplitInfo, least_tokens: int, tokenizer: Tokenizer) -> None:
     if info.n_tokens >= least_tokens:
         return
     got = f"got {info.n_tokens} token{'s' * (info.n_tokens != 1)}, needs at least {least_tokens}"
     if part.split == "train":
-        held_out = "; hold less out with --valid-fraction" if part.stop < part.corpus.n_bytes else ""
-        raise UserError(f"{part.corpus.name}: too short to learn from; {got}{held_out}")
+        remedy = ""
+        if part.stop < part.corpus.n_bytes:
+            remedy = "; hold less out with --valid-fraction"
+        elif tokenizer.kind in ("word", "sentencepiece") and part.corpus.n_bytes >= least_tokens:
+            remedy = f" of the {tokenizer.kind} vocabulary; use --tokenizer char or byte"
+        raise UserError(f"{part.corpus.name}: too short to learn from; {got}{remedy}")
     raise UserError(f"{part.corpus.name}: too short to score; {got}")
 
 

@@ -38,7 +38,7 @@ class Training:
         self._first_s = 0.0
         self._lines_done = 0
         self._scope = ""
-        self._mem_len = 0
+        self._best_scope = ""
 
     def __enter__(self) -> "Training":
         return self
@@ -63,8 +63,9 @@ class Training:
             self._planned(event)
         elif isinstance(event, train.Ready):
             self._close_bars()
-            self._mem_len = event.config.model.mem_len
             self.screen.write(f"{self.screen.style('run', 'dim')}  {escape_controls(str(event.run.folder))}")
+        elif isinstance(event, train.Evaluated):
+            self._evaluated(event)
         elif self.screen.is_quiet:
             return
         elif isinstance(event, train.Progress):
@@ -73,8 +74,6 @@ class Training:
                 self._stages.show(event.stage, event.done, event.total, event.unit)
         elif isinstance(event, train.Stepped):
             self._stepped(event)
-        elif isinstance(event, train.Evaluated):
-            self._evaluated(event)
         elif isinstance(event, train.Sampled):
             self._sampled(event.text)
         elif isinstance(event, train.Notice):
@@ -139,6 +138,8 @@ class Training:
         # A scope that stays is said once.
         shown = f" · {scope}" if scope != self._scope else ""
         self._scope = scope
+        if event.is_best:
+            self._best_scope = scope
         mark = self.screen.style("  best", "green") if event.is_best else ""
         step = self.screen.style(f"step {event.step:,}", "bold")
         self._line(f"{step}  held out {score_text(event.score)}{shown}{mark}")
@@ -152,12 +153,14 @@ class Training:
 
     def _finished(self, event: "Finished") -> None:
         elapsed_s = None if self._first is None else time.monotonic() - self._started_s
-        self.results.draw(facts_table(finished_facts(event, elapsed_s, self._scope), style="bold"))
+        self.results.draw(
+            facts_table(finished_facts(event, elapsed_s, self._scope, self._best_scope), style="bold")
+        )
         folder = shlex.quote(str(event.run.folder))
-        mem_lens = ",".join(str(factor * self._mem_len) for factor in (0, 1, 2, 4))
+        mem_lens = ",".join(str(factor * event.mem_len) for factor in (0, 1, 2, 4))
         hints = [
             f"txl generate --run {folder} --prompt 'Once'",
-            f"txl eval --run {folder} --mem-len {mem_lens if self._mem_len else '0,64,128'}",
+            f"txl eval --run {folder} --mem-len {mem_lens if event.mem_len else '0,64,128'}",
         ]
         if event.reason in ("interrupted", "stop_at"):
             hints.insert(0, f"txl train --resume {folder}")
@@ -171,14 +174,17 @@ def plan_facts(summary: "PlanSummary") -> list[tuple[str, str]]:
     held_out = (
         f"{summary.n_valid_tokens:,} held out" if summary.n_valid_tokens else "nothing held out, best is last"
     )
-    epochs = f"{summary.epochs:.{2 if summary.epochs < 10 else 0}f}"
+    epochs = f"{summary.epochs:,.{2 if summary.epochs < 10 else 0}f}"
     parts = "" if optim.accumulate == 1 else f" in {optim.accumulate} parts"
     total, embedding, rest = (
         count_text(n) for n in (summary.n_embedding + summary.n_rest, summary.n_embedding, summary.n_rest)
     )
     lengths = f"tgt_len {model.tgt_len} · mem_len {model.mem_len}"
     size = f"{model.n_layer} layers of {model.d_model} · {model.n_head} heads of {model.d_head}"
-    step = f"{optim.batch_size} streams × {model.tgt_len} tokens{parts}"
+    longest = -(-max(summary.n_train_tokens - 1, 1) // optim.batch_size)
+    streams = f"{optim.batch_size} stream{'s' * (optim.batch_size != 1)}"
+    length = min(model.tgt_len, longest)
+    step = f"{streams} × {length} token{'s' * (length != 1)}{parts}"
     rate = f"lr {optim.lr:g} · {optim.schedule} · warm-up {optim.warmup:,} steps"
     facts = [
         ("text", f"{' '.join(summary.corpus)} · {size_text(summary.n_bytes)}"),
@@ -199,12 +205,25 @@ def plan_facts(summary: "PlanSummary") -> list[tuple[str, str]]:
 
 def score_text(score: "Score") -> str:
     """A score in a few words: nats per token and bits per byte."""
-    bits = f" · {number_text(score.bits_per_byte)} bits/byte" if score.bits_per_byte is not None else ""
-    return f"{number_text(score.nll)} nats/token{bits}"
+    return _nats_text(score.nll, score.bits_per_byte)
 
 
-def finished_facts(event: "Finished", elapsed_s: float | None, scope: str) -> list[tuple[str, str]]:
-    """What a training came to, in named lines; no time where no step was made, `scope`: what scored last."""
+def _nats_text(nll: float | None, bits_per_byte: float | None) -> str:
+    bits = "" if bits_per_byte is None else f" · {number_text(bits_per_byte)} bits/byte"
+    return f"{number_text(nll)} nats/token{bits}"
+
+
+def finished_facts(
+    event: "Finished", elapsed_s: float | None, scope: str, best_scope: str
+) -> list[tuple[str, str]]:
+    """What a training came to, in named lines.
+
+    Args:
+        event: The end.
+        elapsed_s: Time since the command began; None: no step was made.
+        scope: The tokens that were scored last.
+        best_scope: Those of the best score; empty: it was made before this command.
+    """
     reasons = {
         "length": "",
         "patience": " · evaluations stopped improving",
@@ -214,11 +233,8 @@ def finished_facts(event: "Finished", elapsed_s: float | None, scope: str) -> li
     took = "" if elapsed_s is None else f" in {duration_text(elapsed_s)}"
     facts = [("done", f"step {event.step:,}{took}{reasons[event.reason]}")]
     if event.best_step is not None:
-        best = (
-            score_text(event.best_score) if event.best_score else f"{number_text(event.best_nll)} nats/token"
-        )
-        is_last = event.last_score is not None and event.last_score == event.best_score
-        of = f" · {scope}" if is_last and scope else ""
+        best = _nats_text(event.best_nll, event.best_bits_per_byte)
+        of = f" · {best_scope}" if best_scope else ""
         facts.append(("best", f"step {event.best_step:,} · {best} held out{of}"))
     if event.last_score is not None and event.last_score != event.best_score:
         facts.append(("last", f"step {event.step:,} · {score_text(event.last_score)} · {scope}"))

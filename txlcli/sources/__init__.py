@@ -23,6 +23,7 @@ from txlcli.sources.survey import (
     guess_script,
     held_out_start,
     survey,
+    told_replaced,
 )
 
 __all__ = [
@@ -45,4 +46,5 @@ __all__ = [
     "read_chunks",
     "read_text",
     "survey",
+    "told_replaced",
 ]

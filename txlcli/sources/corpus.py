@@ -99,7 +99,7 @@ def find_corpus(
     for name in paths:
         if name == "-":
             found.append(_copy_stdin(stdin_copy, codec, raw))
-        elif Path(name).is_dir():
+        elif files.is_folder(Path(name)):
             n_before = len(found)
             found.extend(_search_folder(Path(name), codec, raw, skipped))
             if len(found) == n_before:
@@ -189,7 +189,7 @@ def _open_source(name: str, path: Path, codec: str, raw: bool) -> tuple[Source, 
     except OSError as error:
         raise UserError(f"{name}: cannot be read; {files.describe_error(error)}") from error
     except ValueError as error:  # a NUL byte in the name
-        raise UserError(f"{name!r}: cannot be read; {error}") from error
+        raise UserError(f"{name!r}: cannot be read; {files.describe_error(error)}") from error
     if not head:
         raise UserError(f"{name}: is empty; give a file with some text")
     settled, n_mark = _settle_codec(head, codec)

@@ -296,10 +296,12 @@ def _align_encoded(source: Source, place: int) -> int:
 def _not_text(source: Source, place: int, bad: bytes) -> UserError:
     """Word the refusal of bytes that are no text, with the remedy that fits what the file looks like."""
     head = b"".join(_read_blocks(source, 0, min(4, source.n_bytes)))
-    remedy = "name its encoding (--encoding cp1252), or use --encoding-errors replace or --tokenizer byte"
+    # Those who score a text have no other flag than the first.
+    remedy = "name its encoding (--encoding cp1252), "
+    remedy += "or train with --encoding-errors replace or --tokenizer byte"
     for magic, kind in PACKED.items():
         if head.startswith(magic):
-            remedy = f"it looks like {kind}: unpack it first, or use --tokenizer byte"
+            remedy = f"it looks like {kind}: unpack it first, or train with --tokenizer byte"
     if source.codec == "utf-8" and head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         remedy = "it looks like utf-16: use --encoding utf-16"
     got = " ".join(f"0x{byte:02x}" for byte in bad[:4])

@@ -129,8 +129,15 @@ def _alphabet(counts: npt.NDArray[np.int64]) -> dict[str, int]:
 def _survey_notices(corpus: Corpus, alphabet: Mapping[str, int], n_replaced: int) -> tuple[str, ...]:
     notices = []
     if n_replaced:
-        notices.append(f"{n_replaced:,} bytes are not {corpus.encoding} and are read as U+FFFD")
+        notices.append(told_replaced(corpus, n_replaced))
     for character, name in (("\r", "carriage returns"), ("\0", "NUL bytes")):
         if character in alphabet:
-            notices.append(f"{alphabet[character]:,} {name} are kept as characters")
-    return tuple(f"{corpus.name}: {notice}" for notice in notices)
+            notices.append(f"{corpus.name}: {alphabet[character]:,} {name} are kept as characters")
+    return tuple(notices)
+
+
+def told_replaced(corpus: Corpus, n_replaced: int) -> str:
+    """Say how many bytes are no text and are read as something else."""
+    what = "byte is" if n_replaced == 1 else "bytes are"
+    read = "is" if n_replaced == 1 else "are"
+    return f"{corpus.name}: {n_replaced:,} {what} not {corpus.encoding} and {read} read as U+FFFD"

@@ -112,7 +112,7 @@ def check_fits(config: Config, n_vocab: int, device: torch.device, run: Run | No
     if free is not None and needed > free:
         raise UserError(
             f"{device}: too little memory; batch_size {optim.batch_size}, tgt_len {model.tgt_len}, "
-            f"mem_len {model.mem_len} take about {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; "
+            f"mem_len {model.mem_len} take about {needed / 1e9:,.1f} GB, {free / 1e9:,.1f} GB are free; "
             f"{LOWER}"
         )
     if run is None:

@@ -218,8 +218,10 @@ class Finished:
             `interrupted`: by the user, after saving.
         best_step: The step of the best checkpoint; None: nothing was evaluated, so best is last.
         best_nll: Its held-out nats per token, on the slice that periodic evaluations take.
+        best_bits_per_byte: The same in bits per byte; None: not known any more.
         best_score: The score of that step, if it was made since training was started or resumed.
         last_score: The last score made, if any.
+        mem_len: The memory length that it was trained with.
     """
 
     step: int
@@ -227,8 +229,10 @@ class Finished:
     reason: str
     best_step: int | None
     best_nll: float | None
+    best_bits_per_byte: float | None
     best_score: Score | None
     last_score: Score | None
+    mem_len: int
 
 
 Event = (

@@ -14,7 +14,7 @@ from txlcli import UserError
 from txlcli.config import Config
 from txlcli.data import SplitInfo
 from txlcli.files import describe_error
-from txlcli.run import Run, append_metrics
+from txlcli.run import Run, append_metrics, read_bits_per_byte
 from txlcli.train.evaluating import evaluate_if_due
 from txlcli.train.events import Budget, Event, Finished, Notice, Skipped, Stepped
 from txlcli.train.machine import is_out_of_memory, out_of_memory, run_on
@@ -96,8 +96,10 @@ def _run(
         reason=reason,
         best_step=counters.best_step,
         best_nll=counters.best_nll,
+        best_bits_per_byte=read_bits_per_byte(session.run, counters.best_step),
         best_score=session.best_score,
         last_score=session.last_score,
+        mem_len=config.model.mem_len,
     )
 
 

@@ -1,6 +1,5 @@
 """The machine while a training runs on it: threads, determinism, and memory that runs out."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -8,7 +7,7 @@ import torch
 
 from txlcli import UserError
 from txlcli.config import Config, MachineConfig
-from txlcli.device import Precision
+from txlcli.device import Precision, repeat_exactly
 
 LOWER = "lower --batch-size, --tgt-len, --mem-len or --d-model, or raise --accumulate"
 
@@ -20,9 +19,7 @@ def run_on(machine: MachineConfig) -> Iterator[None]:
     if machine.threads is not None:
         torch.set_num_threads(machine.threads)
     if machine.deterministic:
-        # cuBLAS repeats its sums only with a workspace of its own, and reads this when it starts.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+        repeat_exactly()
     try:
         yield
     finally:

@@ -42,7 +42,7 @@ from txlcli.plan import (
 from txlcli.run import Run, choose_checkpoint, discard_run, new_run, open_run
 from txlcli.sources import Corpus, Survey, complete_utf8, find_corpus, read_text, survey
 from txlcli.sources.survey import VALID_BYTES_MAX, VALID_FRACTION
-from txlcli.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
+from txlcli.tokenizer import SAMPLE_BYTES, Tokenizer, build_tokenizer, load_tokenizer
 from txlcli.train.cost import Interrupted, check_fits, count_parameters, measure, memory_bytes
 from txlcli.train.events import (
     Budget,
@@ -182,6 +182,7 @@ def _prepare(
     for text in changed_by_plan(request.settings, planned):
         yield Notice(text)
     config = build(planned)
+    yield from _told_short_streams(config, facts)
     expected_s = None if measured is None else _expected_s(config, planned, facts, measured)
     yield Planned(_summarize(config, planned, texts.corpus, info, tokenizer, request.device, expected_s))
     if is_dry:
@@ -190,6 +191,17 @@ def _prepare(
     origins = {leaf.name: planned[leaf.name].origin if leaf.name in planned else DEFAULT for leaf in LEAVES}
     write_whole(run.config_path, dump(config, origins).encode())
     return Ready(run, config, origins, budget)
+
+
+def _told_short_streams(config: Config, facts: Facts) -> Iterator[Notice]:
+    """Say when the text is shared among so many streams that none fills a segment."""
+    n_stream, tgt_len = config.optim.batch_size, config.model.tgt_len
+    longest = -(-max(facts.n_train_tokens - 1, 1) // n_stream)
+    if n_stream > 1 and longest < tgt_len:
+        yield Notice(
+            f"tgt_len: {tgt_len} asked for, {longest} taken: {facts.n_train_tokens:,} tokens in "
+            f"{n_stream} streams; a smaller --batch-size gives longer segments"
+        )
 
 
 def without_length(settings: Settings) -> Config:
@@ -280,6 +292,8 @@ def _make_tokenizer(
                 f"{texts.corpus.name}: has only white space; a {kind} vocabulary needs words; "
                 "use --tokenizer char or byte"
             )
+        if kind == "sentencepiece" and found.split_at > SAMPLE_BYTES:
+            yield Notice(f"vocabulary: learned from {SAMPLE_BYTES >> 20} MiB drawn from all over the text")
         yield Progress(f"making the {kind} vocabulary", 0, 0, "bytes")
         tokenizer = build_tokenizer(
             kind,

@@ -3,6 +3,7 @@
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from txlcli import UserError
@@ -24,7 +25,7 @@ from txlcli.data import StoreInfo, read_store_info, steps_per_epoch
 from txlcli.device import choose_device, choose_precision
 from txlcli.files import write_whole
 from txlcli.plan import MINUTES, Facts, Known, last_eval_is_whole, steps_within
-from txlcli.run import Run, list_checkpoints
+from txlcli.run import Run, list_checkpoints, read_bits_per_byte
 from txlcli.tokenizer import load_tokenizer
 from txlcli.train.cost import Interrupted, measure
 from txlcli.train.events import Budget, Event, Finished, Notice, Progress, Ready
@@ -51,10 +52,10 @@ def resume(
             damaged.
     """
     started = time.monotonic()
-    for name in changes:
+    for name, sourced in changes.items():
         if not leaf(name).may_change:
             raise UserError(
-                f"{leaf(name).flag or 'CORPUS'}: cannot change on resume; leave it out, "
+                f"{leaf(name).flag_for(sourced.value) or 'CORPUS'}: cannot change on resume; leave it out, "
                 f"or begin a new run: txl train -c {run.config_path}"
             )
     settings = read_settings(run.config_path)
@@ -99,7 +100,17 @@ def resume(
             if reason == "length"
             else f"{run.folder}: ended at step {saved.step:,}, its evaluations had stopped improving"
         )
-        yield Finished(saved.step, run, reason, saved.best_step, saved.best_nll, None, None)
+        yield Finished(
+            step=saved.step,
+            run=run,
+            reason=reason,
+            best_step=saved.best_step,
+            best_nll=saved.best_nll,
+            best_bits_per_byte=read_bits_per_byte(run, saved.best_step),
+            best_score=None,
+            last_score=None,
+            mem_len=config.model.mem_len,
+        )
         return
     yield Ready(run, config, origins, budget)
 
@@ -168,17 +179,18 @@ def _reason_it_is_finished(config: Config, info: StoreInfo, saved: Counters) -> 
 
 def _corpus_notices(info: StoreInfo) -> Iterator[Event]:
     """Say when the text has changed since it was encoded; one that is gone is nobody's concern."""
-    there = [
-        (source, Path(source.path).stat())
-        for source in info.corpus
-        if source.path != "-" and Path(source.path).is_file()
-    ]
+    there = []
+    for source in info.corpus:
+        with suppress(OSError):
+            if source.path != "-" and Path(source.path).is_file():
+                there.append((source, Path(source.path).stat()))
     changed = [source.path for source, now in there if now.st_size != source.n_bytes]
     touched = [source.path for source, now in there if now.st_mtime_ns != source.mtime_ns]
     # A touched file may hold what it held; the hash is of all files end to end.
     is_complete = len(there) == len(info.corpus)
-    if not changed and touched and is_complete and _hash([source.path for source, _ in there]) != info.sha256:
-        changed = touched
+    if not changed and touched and is_complete:
+        now_sha256 = _hash([source.path for source, _ in there])
+        changed = touched if now_sha256 not in (None, info.sha256) else []
     if changed:
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         yield Notice(
@@ -187,10 +199,14 @@ def _corpus_notices(info: StoreInfo) -> Iterator[Event]:
         )
 
 
-def _hash(paths: Sequence[str]) -> str:
+def _hash(paths: Sequence[str]) -> str | None:
+    """Hash files end to end; None: one of them can no longer be read."""
     digest = hashlib.sha256()
-    for path in paths:
-        with Path(path).open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+    try:
+        for path in paths:
+            with Path(path).open("rb") as file:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+    except OSError:
+        return None
     return digest.hexdigest()
