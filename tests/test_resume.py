@@ -223,6 +223,23 @@ def test_what_may_not_change_is_refused_by_name(
     assert ready.run.config_path.read_bytes() == before
 
 
+def test_a_place_to_stop_that_lies_behind_is_refused(tmp_path: Path) -> None:
+    ready = make_run(tmp_path)
+    list(train(ready.run, ready.config, stop_at=3))
+    with pytest.raises(UserError) as error:
+        list(train(ready.run, ready.config, stop_at=2))
+    expected = f"--stop-at: below the saved step; got 2, {ready.run.folder} is at step 3; give 3 or more"
+    assert str(error.value) == expected
+
+
+def test_resuming_says_where_it_goes_on(tmp_path: Path) -> None:
+    ready = make_run(tmp_path, steps=8)
+    list(train(ready.run, ready.config, stop_at=3))
+    again = list(resume(ready.run, {}))[-1]
+    assert isinstance(again, Ready)
+    assert again.step == 3
+
+
 def test_what_may_change_is_written_to_the_run(tmp_path: Path) -> None:
     ready = make_run(tmp_path, steps=8)
     list(train(ready.run, ready.config, stop_at=3))

@@ -84,7 +84,7 @@ def train(
             "CORPUS: missing; name text files, folders, or - for standard input; see txl train --help"
         )
     with (
-        listening("stopping when all is saved; once more to stop at once") as interruption,
+        listening("stopping, saving what is trained; once more to stop at once") as interruption,
         Training(
             Screen.of(sys.stderr, is_quiet=is_quiet), Screen.of(sys.stdout), is_dry_run=is_dry_run
         ) as drawing,

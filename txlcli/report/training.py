@@ -63,7 +63,10 @@ class Training:
             self._planned(event)
         elif isinstance(event, train.Ready):
             self._close_bars()
-            self.screen.write(f"{self.screen.style('run', 'dim')}  {escape_controls(str(event.run.folder))}")
+            told = escape_controls(str(event.run.folder))
+            if event.step:
+                told += f" · goes on at step {event.step:,} of {event.config.train.steps:,}"
+            self.screen.write(f"{self.screen.style('run', 'dim')}  {told}")
         elif isinstance(event, train.Evaluated):
             self._evaluated(event)
         elif self.screen.is_quiet:

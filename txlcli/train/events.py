@@ -114,12 +114,14 @@ class Ready:
         config: Its settings, as config.yaml has them.
         origins: Where each setting comes from, by name.
         budget: The time that the run was asked to take; None: it was not measured.
+        step: The step that it goes on from.
     """
 
     run: Run
     config: Config
     origins: dict[str, str]
     budget: "Budget | None" = None
+    step: int = 0
 
 
 @dataclass(frozen=True)

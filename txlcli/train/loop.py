@@ -71,7 +71,12 @@ def train(
 def _run(
     session: Session, should_stop: Callable[[], bool], stop_at: int | None, clock: "_Clock"
 ) -> Iterator[Event]:
-    config = session.config
+    config, step = session.config, session.state.counters.step
+    if stop_at is not None and stop_at < step:
+        raise UserError(
+            f"--stop-at: below the saved step; got {stop_at}, {session.run.folder} is at step {step}; "
+            f"give {step} or more"
+        )
     yield from session.notices
     if session.saved is None:
         yield from save(session)

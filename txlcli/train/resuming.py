@@ -112,7 +112,7 @@ def resume(
             mem_len=config.model.mem_len,
         )
         return
-    yield Ready(run, config, origins, budget)
+    yield Ready(run, config, origins, budget, saved.step)
 
 
 def _read_saved(run: Run) -> Counters:
