@@ -765,7 +765,12 @@ def test_measuring_changes_nothing(tmp_path: Path) -> None:
 
     started = time.monotonic()
     measured = cost.measure(
-        ready.run, ready.config, load_tokenizer(ready.run.folder), started=started, should_stop=lambda: False
+        ready.run,
+        ready.config,
+        load_tokenizer(ready.run.folder),
+        length_s=2.0,
+        started=started,
+        should_stop=lambda: False,
     )
     assert 0 < measured.step_s < measured.spent_s
     assert min(measured.eval_s, measured.eval_token_s, measured.save_s) > 0

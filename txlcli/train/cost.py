@@ -24,8 +24,9 @@ from txlcli.train.evaluating import sample_text
 from txlcli.train.machine import LOWER, is_out_of_memory, out_of_memory, run_on, scoring_precision
 from txlcli.train.state import TrainState, optimize
 
-MEASURED_S = 3.0
-MEASURED_STEPS = (3, 12)
+MEASURED_SHARE = 0.05
+MEASURED_S = 15.0
+MEASURED_STEPS = 3
 MEASURED_EVAL_S = 1.0
 MEASURED_EVAL_TOKENS = 20_000
 _FLOAT = 4
@@ -133,7 +134,13 @@ class Interrupted(Exception):
 
 
 def measure(
-    run: Run, config: Config, tokenizer: Tokenizer, *, started: float, should_stop: Callable[[], bool]
+    run: Run,
+    config: Config,
+    tokenizer: Tokenizer,
+    *,
+    length_s: float,
+    started: float,
+    should_stop: Callable[[], bool],
 ) -> Measured:
     """Time steps, an evaluation, a sample and a save on a copy of the training that `config` describes.
 
@@ -144,6 +151,7 @@ def measure(
         run: The run; only its store is read, and a temporary folder in it written.
         config: The settings; the length does not matter.
         tokenizer: The run's tokenizer.
+        length_s: Seconds that the training should take; the longer, the longer its steps are timed.
         started: `time.monotonic()` when the command began.
         should_stop: Asked between steps.
 
@@ -158,7 +166,7 @@ def measure(
         batches = Batches(store, config.optim.batch_size, config.model.tgt_len)
         state = TrainState.start(config, batches, tokenizer.n_vocab, device=device, precision=precision)
         try:
-            step_s = _measure_steps(state, config, should_stop)
+            step_s = _measure_steps(state, config, length_s, should_stop)
             eval_s, eval_token_s = _measure_evaluation(state, run, tokenizer, should_stop)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
@@ -174,15 +182,20 @@ def measure(
     )
 
 
-def _measure_steps(state: TrainState, config: Config, should_stop: Callable[[], bool]) -> float:
-    """Return the median seconds of a step with as much memory as the text can fill."""
+def _measure_steps(
+    state: TrainState, config: Config, length_s: float, should_stop: Callable[[], bool]
+) -> float:
+    """Return the mean seconds of a step with as much memory as the text can fill.
+
+    The mean and not the median, over more than a moment: whatever slows a machine down now and then will do
+    so during the training too.
+    """
+    wanted_s = min(MEASURED_S, MEASURED_SHARE * length_s)
     model, per_epoch = config.model, state.batches.steps_per_epoch
     n_rows = min(model.mem_len, (per_epoch - 1) * model.tgt_len)
     took: list[float] = []
     begun = time.perf_counter()
-    while len(took) <= MEASURED_STEPS[0] or (
-        len(took) < MEASURED_STEPS[1] and time.perf_counter() - begun < MEASURED_S
-    ):
+    while len(took) <= MEASURED_STEPS or time.perf_counter() - begun < wanted_s:
         if should_stop():
             raise Interrupted
         # Neither the first step of an epoch, where memory is empty, nor the last, where the segment is short.
@@ -192,7 +205,7 @@ def _measure_steps(state: TrainState, config: Config, should_stop: Callable[[], 
         optimize(state, rate=0.0, clip=config.optim.clip)
         took.append(time.perf_counter() - before)
     # The first step pays for what libraries set up.
-    return statistics.median(took[1:])
+    return statistics.mean(took[1:])
 
 
 def _zeros(n_stream: int, n_rows: int, state: TrainState) -> Memory:

@@ -171,7 +171,12 @@ def _prepare(
         nonlocal budget, measured
         budget = Budget(request.started, 60 * Known(wanted).number("minutes"))
         measured = measure(
-            run, without_length(wanted), tokenizer, started=request.started, should_stop=request.should_stop
+            run,
+            without_length(wanted),
+            tokenizer,
+            length_s=budget.limit_s,
+            started=request.started,
+            should_stop=request.should_stop,
         )
         return measured
 

@@ -145,7 +145,9 @@ def _settle_length(
         return override(settings, {"steps": steps}), None
     minutes = known.number("minutes") if known.has("minutes") else MINUTES
     tokenizer = load_tokenizer(run.tokenizer_folder)
-    measured = measure(run, config, tokenizer, started=started, should_stop=should_stop)
+    measured = measure(
+        run, config, tokenizer, length_s=60 * minutes, started=started, should_stop=should_stop
+    )
     facts = Facts(
         n_bytes=0,
         n_characters=None,
