@@ -239,9 +239,9 @@ def heads(known: Known, facts: Facts) -> dict[str, Sourced]:
 def text_lengths(known: Known, facts: Facts) -> dict[str, Sourced]:
     """Segments that suit the device, a memory as long as the segment, and distances known from training.
 
-    With a longer memory than in training, keys stand at distances that no query has learned; sharing the
-    encoding of the farthest well-known one, they help instead of disturbing. Half of a segment's queries
-    see farther than mem_len + tgt_len / 2.
+    With a longer memory than in training, keys stand at distances that no query has learned; they share the
+    encoding of the farthest well-known one, so that none is new. Half of a segment's queries see farther
+    than mem_len + tgt_len / 2.
     """
     size = size_for(facts)
     tgt_len = known.count("tgt_len") if known.has("tgt_len") else size.tgt_len
