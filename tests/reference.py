@@ -1,4 +1,4 @@
-"""The paper in float64 with loops: every score indexes its distance; no shift, no cache, no batch tricks.
+"""The papers in float64 with loops: every score indexes its distance; no shift, no cache, no batch tricks.
 
 The oracle for the package's attention and model. It reads a model's weights and nothing else of it.
 """
@@ -15,9 +15,16 @@ def sinusoid(distance: int, d_model: int) -> Tensor:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, r: Tensor, u: Tensor, w: Tensor, first: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    r: Tensor,
+    u: Tensor,
+    w: Tensor,
+    first: Tensor | None = None,
+    values: Tensor | None = None,
 ) -> Tensor:
-    """Return the attended values of [B, H, T, E] queries; r[h, d] is the key of distance d."""
+    """Return the attended values of [B, H, T, E] queries; r[h, d] and values[h, d] belong to distance d."""
     n_streams, n_head, n_queries, d_head = q.shape
     n_memory = k.shape[2] - n_queries
     out = torch.zeros_like(q)
@@ -34,7 +41,10 @@ def attention(
                     ]
                 )
                 weights = scores.softmax(dim=0)
-                out[b, h, i] = sum(weights[n] * v[b, h, j] for n, j in enumerate(keys))
+                for n, j in enumerate(keys):
+                    out[b, h, i] += weights[n] * v[b, h, j]
+                    if values is not None:
+                        out[b, h, i] += weights[n] * values[h, n_memory + i - j]
     return out
 
 
@@ -57,8 +67,13 @@ def log_probs(model: torch.nn.Module, config, tokens: list[int], *, lengths=None
         y = x @ weights[f"{name}.weight"].T
         return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
 
-    u, w = weights["content_bias"], weights["position_bias"]
     rows = [weights["embed.weight"][token] * math.sqrt(d_model) for token in tokens]
+    for t in range(len(tokens)):
+        if config.position == "sinusoid":  # Vaswani et al. 2017, sec. 3.5
+            position = t if config.absolute_positions == "continue" else t % lengths.tgt_len
+            rows[t] = rows[t] + sinusoid(position, d_model)
+        if config.position == "learned":
+            rows[t] = rows[t] + weights["positions.weight"][t % lengths.tgt_len]
     for n in range(config.n_layer):
         name = f"layers.{n}.attention"
         seen = [norm(x, f"{name}.norm") if config.norm == "pre" else x for x in rows]
@@ -72,13 +87,24 @@ def log_probs(model: torch.nn.Module, config, tokens: list[int], *, lengths=None
                 begin = max(begin, t + 1 - lengths.mem_len - (lengths.same_length == "mem_len+1"))
             attended = []
             for h in range(n_head):
-                scores = []
+                scores, read = [], []
                 for j in range(begin, t + 1):
                     distance = t - j if lengths.clamp_len is None else min(t - j, lengths.clamp_len)
-                    r = linear(sinusoid(distance, d_model), f"{name}.r").view(n_head, d_head)
-                    scores.append(((q[h] + u[h]) @ k[j][h] + (q[h] + w[h]) @ r[h]) / math.sqrt(d_head))
+                    key, value, extra = k[j][h], v[j][h], 0.0
+                    if config.position == "relative":  # Dai et al. 2019, sec. 3.3: terms (a) + (c), (b) + (d)
+                        u, w = weights["content_bias"], weights["position_bias"]
+                        u, w = (u[n][h], w[n][h]) if config.untie_r else (u[h], w[h])
+                        r = linear(sinusoid(distance, d_model), f"{name}.r").view(n_head, d_head)
+                        extra = u @ key + q[h] @ r[h] + w @ r[h]
+                    if config.position == "shaw":  # Shaw et al. 2018, eq. 3 and 4
+                        row = min(distance, config.max_relative_position)
+                        key = key + weights[f"{name}.r.keys"][h, row]
+                        if config.shaw_values:
+                            value = value + weights[f"{name}.r.values"][h, row]
+                    scores.append((q[h] @ key + extra) / math.sqrt(d_head))
+                    read.append(value)
                 p = torch.stack(scores).softmax(dim=0)
-                attended.append(sum(p[i] * v[j][h] for i, j in enumerate(range(begin, t + 1))))
+                attended.append(sum(p[i] * value for i, value in enumerate(read)))
             y = x + linear(torch.cat(attended), f"{name}.o")
             ff = f"layers.{n}.feedforward"
             if config.norm == "pre":

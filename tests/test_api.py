@@ -205,3 +205,32 @@ def test_generation_takes_the_training_precision_on_cuda_only(make_run):
     assert on_cpu._precision(is_generating=True) == "fp32"
     assert on_cuda._precision(is_generating=False) == "fp32"
     assert replace(on_cuda, precision="fp32")._precision(is_generating=True) == "fp32"
+
+
+def test_scores_and_prompts_read_text_as_the_run_does(tmp_path):
+    from txlcli import train
+
+    text = "the quick brown fox\njumps over\n\n the dog.\n" * 20
+    (tmp_path / "text.txt").write_text(text)
+    sizes = {"n_layer": 1, "d_model": 16, "n_head": 2, "tgt_len": 8, "mem_len": 8, "batch_size": 2}
+    common = {"corpus": (str(tmp_path / "text.txt"),), "steps": 1, "device": "cpu", "lr": 0.01, **sizes}
+    for kind in ("byte", "char"):
+        flags = config.from_flags({**common, "tokenizer": kind, "newlines": "drop", "spaces": "underscore"})
+        *_, ready = train.begin(flags, out=tmp_path / kind)
+        list(train.train(ready.run, ready.config))
+        lm = load(tmp_path / kind, device="cpu")
+        (tmp_path / "other.txt").write_text(text)
+        read = text.replace("\n", "").replace(" ", "_")
+        scores = [lm.score(one) for one in (text, text.encode(), tmp_path / "other.txt", read)]
+        assert len({(one.total_nll, one.tokens, one.n_bytes, one.n_characters) for one in scores}) == 1
+        assert scores[0].n_bytes == scores[0].n_characters == len(read) - 1
+        assert len({one.n_words for one in scores[:3]}) == 1
+        assert scores[0].n_words == len(text.split())
+        prompt = lm.read_prompt("the\n dog\n")
+        assert prompt.text == "the\n dog\n"
+        assert prompt.notices == ()
+        assert prompt.ids.tolist() == lm.tokenizer.encode(b"the_dog").tolist()
+        assert lm.read_prompt("\n").ids.tolist() == [lm.start_id]
+        assert lm.tokenizer.decode([lm.start_id]) == b"_"
+        with pytest.raises(UserError, match=r"^text: too short to score; got 1 token, needs at least 2$"):
+            lm.score("\na\n")

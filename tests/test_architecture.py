@@ -17,7 +17,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # Each noun may import only those before it. A folder is one noun.
 ORDER = [
     *("config", "files", "tokenizer", "sources", "data"),
-    *("device", "attention", "positions", "model"),
+    *("device", "attention", "positions", "adaptive", "model"),
     *("run", "checkpoint"),
     *("evaluate", "generate", "plan", "train", "api"),
     *("report", "cli"),

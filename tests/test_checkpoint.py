@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -113,7 +114,16 @@ def test_a_model_comes_back_bit_for_bit(run: Run, which: str) -> None:
         replace(MODEL, tied=False),
         replace(MODEL, norm="post"),
         replace(MODEL, n_layer=1, d_head=3, d_inner=5, clamp_len=2, same_length="mem_len"),
+        replace(MODEL, untie_r=True),
+        replace(MODEL, position="shaw", max_relative_position=2),
+        replace(MODEL, position="shaw", shaw_values=False, clamp_len=3),
+        replace(MODEL, position="sinusoid", absolute_positions="continue"),
+        replace(MODEL, position="learned"),
+        replace(MODEL, cutoffs=(20, 100), div_val=2, d_embed=12),
+        replace(MODEL, cutoffs=(20,), d_embed=4, tied=False, tie_projs="none"),
+        replace(MODEL, cutoffs=(20, 100), div_val=2, proj_same_dim=False, tie_projs="all"),
     ],
+    ids=lambda config: str(config.position) + str(config.cutoffs),
 )
 def test_every_kind_of_model_comes_back(run: Run, config: ModelConfig) -> None:
     model = TransformerXL(config, TOKENIZER.n_vocab)
@@ -324,6 +334,91 @@ def test_another_config_is_refused(run: Run) -> None:
         load_model(run)
 
 
+@contextmanager
+def redescribed(run: Run) -> Iterator[dict[str, Any]]:
+    """Change what the weights' file says of the model."""
+    with rewritten(run) as (_, metadata):
+        described = json.loads(metadata["txl"])
+        yield described["model"]
+        metadata["txl"] = json.dumps(described, sort_keys=True)
+
+
+# Of these settings there were none when the first files were written.
+YOUNG = (
+    *("position", "untie_r", "max_relative_position", "shaw_values", "absolute_positions", "d_embed"),
+    *("cutoffs", "div_val", "tie_projs", "proj_same_dim", "init_std", "proj_init_std"),
+)
+
+
+def test_settings_that_an_older_file_does_not_name_have_their_defaults(run: Run) -> None:
+    expected = load_model(run).model.state_dict()
+    with redescribed(run) as described:
+        for name in YOUNG:
+            del described[name]
+    assert sorted(described) == [
+        *("clamp_len", "d_head", "d_inner", "d_model", "dropatt", "dropout", "mem_len", "n_head", "n_layer"),
+        *("norm", "same_length", "tgt_len", "tied"),
+    ]
+    assert all(torch.equal(t, expected[name]) for name, t in load_model(run).model.state_dict().items())
+    run.config_path.write_text(dump(Config(model=replace(MODEL, cutoffs=(3, 7)))), encoding="utf-8")
+    with refused(
+        f"{STEP}: written for cutoffs nothing, config.yaml says 3,7; put the run's own config.yaml back"
+    ):
+        load_model(run)
+    run.config_path.write_text(dump(Config(model=replace(MODEL, position="learned"))), encoding="utf-8")
+    with refused(
+        f"{STEP}: written for position relative, config.yaml says learned; put the run's own config.yaml back"
+    ):
+        load_model(run)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fault"),
+    [
+        ("d_attic", 3, "unknown setting `d_attic` in `model`"),
+        ("d_model", "wide", "model.d_model: must be a whole number of at least 2"),
+        ("d_model", 10**400, "model.d_model: must be a whole number of at least 2"),
+        ("cutoffs", [5, 3], "model.cutoffs: must be ascending whole numbers"),
+        ("cutoffs", [[]], "model.cutoffs: must be ascending whole numbers"),
+        ("div_val", 1000, "written for div_val 1000, config.yaml says 1"),
+    ],
+)
+def test_settings_of_a_file_that_cannot_be_are_refused(
+    run: Run, name: str, value: object, fault: str
+) -> None:
+    with redescribed(run) as described:
+        described[name] = value
+    with pytest.raises(UserError) as caught:
+        load_model(run)
+    assert str(caught.value).startswith(STEP)
+    assert fault in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_cutoffs_beyond_the_vocabulary_are_refused_at_their_line(run: Run) -> None:
+    run.config_path.write_text(dump(Config(model=replace(MODEL, cutoffs=(7, 256)))), encoding="utf-8")
+    line = 1 + run.config_path.read_text().splitlines().index("  cutoffs: [7, 256]")
+    with pytest.raises(UserError, match=rf"^run/config\.yaml:{line}: .*cutoffs must stay below .* of 256; "):
+        load_model(run)
+
+
+def test_a_multitude_of_cutoffs_is_refused_at_once(run: Run) -> None:
+    many = ", ".join(map(str, range(1, 20_000)))
+    with redescribed(run) as described:
+        described["cutoffs"] = list(range(1, 1_000_000))
+    begun = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        load_model(run)
+    assert str(caught.value).endswith("metadata `txl`: cutoffs: must be 64 at most; got 999,999")
+    plain = run.config_path.read_text()
+    assert "cutoffs: []" in plain
+    run.config_path.write_text(plain.replace("cutoffs: []", f"cutoffs: [{many}]"), encoding="utf-8")
+    with pytest.raises(UserError, match="cutoffs must be 64 at most; got 19,999"):
+        load_model(run)
+    # Many times what it takes; building a model of so many parts would take longer.
+    assert time.monotonic() - begun < 30
+
+
 def test_another_tokenizer_is_refused(run: Run) -> None:
     other = build_tokenizer("char", vocab_size=None, text=lambda: iter([b"abc"]), n_bytes=3, seed=0)
     other.save(run.tokenizer_folder)
@@ -439,7 +534,16 @@ def test_headers_that_lie_are_refused_without_taking_memory(run: Run, data: byte
 
 
 @pytest.mark.parametrize(
-    "giant", [ModelConfig(d_model=4096, n_head=2, d_inner=1 << 20), replace(MODEL, n_layer=100_000)]
+    "giant",
+    [
+        ModelConfig(d_model=4096, n_head=2, d_inner=1 << 20),
+        replace(MODEL, n_layer=100_000),
+        replace(MODEL, position="learned", tgt_len=1 << 30),
+        replace(MODEL, position="shaw", max_relative_position=10**6),
+        replace(MODEL, d_embed=10**6),
+        replace(MODEL, d_embed=10**6, cutoffs=(2, 4), div_val=1000),
+    ],
+    ids=["wide", "deep", "positions", "distances", "embedding", "clusters"],
 )
 def test_a_config_that_asks_for_a_giant_takes_no_memory(run: Run, giant: ModelConfig) -> None:
     run.config_path.write_text(dump(Config(model=giant)), encoding="utf-8")
@@ -454,27 +558,53 @@ def test_a_config_that_asks_for_a_giant_takes_no_memory(run: Run, giant: ModelCo
 
 
 @given(
-    config=st.builds(
-        ModelConfig,
-        n_layer=st.integers(1, 3),
-        d_model=st.sampled_from([2, 6]),
-        n_head=st.integers(1, 3),
-        d_head=st.integers(1, 4),
-        d_inner=st.integers(1, 9),
-        norm=st.sampled_from(["pre", "post"]),
-        tied=st.booleans(),
-    )
+    sizes=st.fixed_dictionaries(
+        {
+            "n_layer": st.integers(1, 3),
+            "d_model": st.sampled_from([4, 6]),
+            "n_head": st.integers(1, 3),
+            "d_head": st.integers(1, 4),
+            "d_inner": st.integers(1, 9),
+            "tgt_len": st.integers(1, 5),
+            "norm": st.sampled_from(["pre", "post"]),
+        }
+    ),
+    scheme=st.sampled_from(
+        [
+            {},
+            {"untie_r": True},
+            {"position": "shaw", "max_relative_position": 3},
+            {"position": "shaw", "max_relative_position": 0, "shaw_values": False},
+            {"position": "sinusoid"},
+            {"position": "learned"},
+        ]
+    ),
+    vocabulary=st.fixed_dictionaries(
+        {
+            "tied": st.booleans(),
+            "cutoffs": st.sampled_from([(), (2,), (1, 3)]),
+            "d_embed": st.sampled_from([None, 4, 5]),
+            "div_val": st.sampled_from([1, 2]),
+            "tie_projs": st.sampled_from(["none", "tail", "all"]),
+            "proj_same_dim": st.booleans(),
+        }
+    ),
 )
-@settings(max_examples=20)
+@settings(max_examples=60)
 def test_the_size_that_a_model_must_have_is_that_of_its_matrices(
-    tmp_path_factory: pytest.TempPathFactory, config: ModelConfig
+    tmp_path_factory: pytest.TempPathFactory,
+    sizes: dict[str, Any],
+    scheme: dict[str, Any],
+    vocabulary: dict[str, Any],
 ) -> None:
+    config = ModelConfig(**sizes, **scheme, **vocabulary)
     run, model = Run(tmp_path_factory.mktemp("run")), TransformerXL(config, 5)
     weights = save(run, model, 1) / "model.safetensors"
     checkpoint._check_size(weights, config, 5)
-    head = 0 if config.tied else model.head.weight.numel()
-    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "bias" not in name)
-    weights.write_bytes(bytes(4 * (matrices - head) - 1))
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim >= 2 and "bias" not in name)
+    weights.write_bytes(bytes(4 * matrices))
+    checkpoint._check_size(weights, config, 5)
+    weights.write_bytes(bytes(4 * matrices - 1))
     with pytest.raises(UserError, match="too small for this model"):
         checkpoint._check_size(weights, config, 5)
 

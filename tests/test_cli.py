@@ -157,8 +157,7 @@ def test_flags_and_defaults(command):
 
 
 def test_settings_of_a_model_that_cannot_be_built_yet_have_no_flag():
-    unbuilt = {"--position", "--cutoffs", "--div-val", "--untie-r", "--compile", "--interactive"}
-    unbuilt |= {"--plot", "--sliding-window", "--effective-context"}
+    unbuilt = {"--compile", "--interactive", "--plot", "--sliding-window", "--effective-context"}
     for command in FLAGS:
         text = run(command, "--help").stdout
         assert not unbuilt & set(re.findall(r"--[a-z-]+", text))
@@ -834,3 +833,138 @@ def test_config_yaml_of_a_run_is_what_its_flags_said(trained):
     values = yaml.safe_load((trained / "config.yaml").read_text())
     assert values["model"]["d_model"] == 16
     assert values["train"]["steps"] == 12
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (
+            "--cutoffs 20000,40000",
+            "--cutoffs: must stay below the vocabulary of 292; got 20000,40000; "
+            "give smaller ones, or auto to derive them",
+        ),
+        (
+            "--cutoffs 10,5",
+            "--cutoffs: must be ascending whole numbers such as 2000,8000 or none or auto; got `10,5`",
+        ),
+        ("--cutoffs 0,5", "--cutoffs: must be ascending whole numbers such as 2000,8000 or none or auto; "),
+        ("--cutoffs autoo", "--cutoffs: must be ascending whole numbers such as 2000,8000 or none or auto; "),
+        ("--cutoffs 5,10 --div-val 5", "--div-val: div_val 5 leaves no width for cluster 2 of d_embed 16; "),
+        ("--div-val 2000", "--div-val: must be a whole number of at least 1 and at most 1024; got `2000`"),
+        ("--d-model 17", "--d-model: must be even, for pairs of sine and cosine; got 17; try 18"),
+        ("--n-head 3", "--n-head: n_head 3 does not divide d_model 16; change one or give d_head"),
+        ("--position shawn", "--position: must be one of relative, shaw, sinusoid, learned; got `shawn`"),
+        (
+            "--position learned --absolute-positions continue",
+            "--absolute-positions: absolute_positions continue needs position sinusoid; got learned",
+        ),
+        ("--position shaw --untie-r", "--untie-r: untie_r true needs position relative; got shaw"),
+        (
+            "--position sinusoid --clamp-len 5",
+            "--clamp-len: clamp_len 5 needs position relative or shaw; got sinusoid",
+        ),
+        (
+            "--max-relative-position 5",
+            "--max-relative-position: max_relative_position 5 needs position shaw; got relative",
+        ),
+        ("--device cuda:99", "--device: "),
+        ("--precision fp16", "--precision: a CPU has no fp16 arithmetic; got `fp16`; use bf16 or fp32"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused_and_leaves_nothing(text, tmp_path, flags, error):
+    line = f"--tokenizer char --steps 5 --out {tmp_path / 'run'} {flags}".split()
+    assert refusal("train", text, *TINY, *line).startswith(error)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "row"),
+    [
+        ("--position shaw", "positions   shaw · rows to distance 8 · also on values"),
+        ("--position sinusoid", "positions   sinusoid · restart in each segment, rows of memory repeat them"),
+        ("--position learned --mem-len 0", "positions   learned · restart in each segment"),
+        ("--tokenizer word --cutoffs 5,12 --div-val 2", "clusters from 5, 12 · each 2 times narrower"),
+    ],
+)
+def test_a_dry_run_names_scheme_and_clusters(text, tmp_path, flags, row):
+    sizes = [flag for flag in SIZES.split() if flag != "--clamp-len" and flag != "none"]
+    result = run("train", text, *sizes, "--tokenizer", "char", "--steps", "9", "--dry-run", *flags.split())
+    assert row in result.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt"]
+
+
+def test_newlines_dropped_and_spaces_as_underscores_wherever_text_comes_in(text, tmp_path):
+    data = (TEXT + "\n\n last é_line\r\n\n").encode()
+    text.write_bytes(data)
+    flags = [
+        "--tokenizer",
+        "byte",
+        "--newlines",
+        "drop",
+        "--spaces",
+        "underscore",
+        "--steps",
+        2,
+        "--out",
+        "r",
+    ]
+    run("train", text, *TINY, *flags, "--valid", text, "--test", text)
+    assert Path("r/data/train.ids").read_bytes() == data.replace(b"\n", b"").replace(b" ", b"_")
+
+    result = json.loads(run("eval", text, "--run", "r", "--json", "--per-token", "a.tsv").stdout)
+    row, scored = result["rows"][0], data.replace(b"\n", b"")
+    assert row["tokens"] == row["bytes_scored"] == len(scored) - 1
+    assert row["chars_scored"] == len(scored.decode()) - 1
+    # Newlines and underscores end words.
+    assert row["words_scored"] == len(data.decode().replace("_", " ").split())
+    assert result["protocol"]["newlines"] == "left out of the text, neither scored nor counted"
+    assert result["protocol"]["spaces"] == "read as underscores"
+    lines = [line.split("\t") for line in Path("a.tsv").read_text().splitlines()[1:]]
+    assert [int(line[3]) for line in lines] == [i for i, byte in enumerate(data) if byte != 10][1:]
+    assert [data[int(line[3])] for line in lines if line[1] != "_"] == [
+        int(line[0]) for line in lines if line[1] != "_"
+    ]
+    for args, stdin in ((["-"], data), (["--split", "valid"], None), (["--split", "test"], None)):
+        other = json.loads(run("eval", *args, "--run", "r", "--json", stdin=stdin).stdout)["rows"][0]
+        assert (other["total_nll"], other["words_scored"]) == (row["total_nll"], row["words_scored"])
+    assert "spaces    read as underscores" in run("eval", text, "--run", "r").stdout
+    assert refusal("eval", text, "--run", "r", "--by-line") == (
+        "--by-line: lines start after a newline token; the vocabulary has none; leave it out"
+    )
+
+    def generated(prompt):
+        Path("prompt.txt").write_bytes(prompt.encode())
+        flags = ["--run", "r", "--json", "--logprobs", "--seed", 1, "--max-tokens", 4]
+        return json.loads(run("generate", *flags, "--prompt-file", "prompt.txt").stdout)
+
+    assert generated("the\n quick\n")["prompt"] == "the\n quick\n"
+    assert generated("the\n quick\n")["logprobs"] == generated("the_quick")["logprobs"]
+    # Spaces are the most frequent byte, as underscores; a newline that never came in training starts nothing.
+    assert generated("\n")["logprobs"] == generated("")["logprobs"] == generated(" ")["logprobs"]
+
+
+def test_words_of_a_corpus_with_newlines_as_eos(text):
+    lines = [f" the {number} quick <unk> \n" for number in range(40)]
+    text.write_text("".join(lines) + "last")
+    flags = ["--tokenizer", "word", "--newlines", "eos", "--vocab-size", "none", "--steps", 2, "--out", "w"]
+    run("train", text, *TINY, *flags, "--valid", text)
+    vocabulary = json.loads(Path("w/tokenizer.json").read_text())
+    assert vocabulary["tokens"][:4] == ["<eos>", "<unk>", "quick", "the"]
+    assert len(vocabulary["tokens"]) == 1 + len(set(text.read_text().split()))
+
+    def row(*args):
+        return json.loads(run("eval", text, "--run", "w", "--json", *args).stdout)["rows"][0]
+
+    n_tokens = len(text.read_text().replace("\n", " <eos> ").split())
+    assert (row()["tokens"], row()["words_scored"]) == (n_tokens - 1, n_tokens - 41)
+    assert row()["bytes_scored"] == len(text.read_text()) - len(" the")
+    assert (row("--by-line")["tokens"], row("--by-line")["bytes_scored"]) == (n_tokens, len(text.read_text()))
+    result = json.loads(run("eval", text, "--run", "w", "--json").stdout)
+    assert result["protocol"]["newlines"] == "the word <eos>, scored like every other token"
+    assert result["protocol"]["is_lower_bound"]
+    made = run("generate", "--run", "w", "--prompt", "the 7", "--max-tokens", 300, "--seed", 1).stdout
+    assert made.startswith("the 7")
+    assert "\n" in made
+    assert "<unk>" not in made
+    assert "<eos>" not in made
+    assert not re.search(r" \n|\n |  ", made)

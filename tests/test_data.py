@@ -34,7 +34,17 @@ from txlcli.data import (
     steps_per_epoch,
     stream_start,
 )
-from txlcli.sources import Corpus, Survey, find_corpus, read, read_text, survey
+from txlcli.sources import (
+    Corpus,
+    Newlines,
+    Spaces,
+    Survey,
+    convert,
+    find_corpus,
+    read,
+    read_text,
+    survey,
+)
 from txlcli.tokenizer import Ids, Tokenizer, build_tokenizer
 
 SHORT = ["a", "é", "紅", "🐙", " ", "\n", "\u3000", "bc", "\r\n", "\0"]
@@ -70,11 +80,15 @@ def store_text(
     encoding: str = "utf-8",
     valid_fraction: float = 0.3,
     vocab_size: int | None = None,
+    newlines: Newlines = "keep",
+    spaces: Spaces = "keep",
 ) -> Store:
     """Prepare a text as training does."""
     shutil.rmtree(folder / "data", ignore_errors=True)
     (folder / "text.txt").write_bytes(data)
-    corpus = find_corpus([str(folder / "text.txt")], encoding=encoding, raw=kind == "byte")
+    corpus = find_corpus(
+        [str(folder / "text.txt")], encoding=encoding, raw=kind == "byte", newlines=newlines, spaces=spaces
+    )
     split_at = survey_of(corpus, valid_fraction).split_at
     tokenizer = build_tokenizer(
         kind,
@@ -82,6 +96,7 @@ def store_text(
         text=lambda: read_text(corpus, 0, split_at),
         n_bytes=split_at,
         seed=0,
+        newlines=newlines,
     )
     prepared = run_all(prepare(corpus, tokenizer, folder, split_at=split_at))
     assert prepared.info == read_store_info(folder)
@@ -245,7 +260,7 @@ def test_too_few_tokens_for_a_batch_are_refused(tmp_path: Path) -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     parts=st.lists(st.sampled_from(SHORT), min_size=12, max_size=60),
-    kind=st.sampled_from(["byte", "char", "word"]),
+    kind=st.sampled_from(["byte", "char", "word", "eos"]),
     chunk=st.integers(1, 9),
 )
 def test_the_store_holds_the_text_whatever_the_chunks(
@@ -255,8 +270,11 @@ def test_the_store_holds_the_text_whatever_the_chunks(
     data = ("a b " + "".join(parts)).encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(read, "CHUNK_BYTES", chunk)
-        store = store_text(folder, data, kind)
-    training, held_out = data[: store.split_at], data[store.split_at :]
+        store = store_text(
+            folder, data, "word" if kind == "eos" else kind, newlines="eos" if kind == "eos" else "keep"
+        )
+    # Too short a part is not held out.
+    training, held_out = data[: store.info.split_at], data[store.info.split_at :]
     encode = store.tokenizer.encode
     assert all_ids(folder, "train").tolist() == encode(training).tolist()
     assert store.info.splits["train"].n_bytes == len(training)
@@ -278,6 +296,86 @@ def test_the_store_holds_the_text_whatever_the_chunks(
         # A word counts with its last character, so one that goes on beyond this token does not count yet.
         goes_on = text[len(ended) : len(ended) + 1].strip() and ended[-1:].strip()
         assert got[: token + 1, 2].sum() == len(ended.split()) - bool(goes_on)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    parts=st.lists(st.sampled_from([*SHORT, "\n", "_", "\n\n", "\xa0"]), min_size=12, max_size=60),
+    kind=st.sampled_from(["byte", "char"]),
+    spaces=st.sampled_from(["keep", "underscore"]),
+    encoding=st.sampled_from(["utf-8", "utf-16-le"]),
+    chunk=st.integers(1, 9),
+)
+def test_dropped_newlines_are_not_scored_and_keep_their_place(
+    tmp_path_factory: pytest.TempPathFactory,
+    parts: list[str],
+    kind: str,
+    spaces: Spaces,
+    encoding: str,
+    chunk: int,
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    encoding = "utf-8" if kind == "byte" else encoding
+    data = ("a b " + "".join(parts) + "bcd\n").encode(encoding)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(read, "CHUNK_BYTES", chunk)
+        store = store_text(folder, data, kind, encoding=encoding, newlines="drop", spaces=spaces)
+    split_at = store.info.split_at
+    training, held_out = data[:split_at].decode(encoding), data[split_at:].decode(encoding)
+    encode, info = store.tokenizer.encode, store.info.splits
+    assert all_ids(folder, "train").tolist() == encode(convert(training.encode(), "drop", spaces)).tolist()
+    assert info["train"].n_bytes == len(training.replace("\n", "").encode(encoding))
+    # What an empty prompt starts from occurs in training.
+    counts_by_id = np.bincount(all_ids(folder, "train"))
+    assert counts_by_id[store.info.start_id] == counts_by_id.max()
+    if "valid" not in info:
+        return
+    assert split_at == store.split_at
+    assert all_ids(folder, "valid").tolist() == encode(convert(held_out.encode(), "drop", spaces)).tolist()
+    with open_counts(folder, "valid") as counts:
+        got = counts.read(0, counts.n_tokens)
+        left_out = counts.left_out_before(0, counts.n_tokens)
+        assert counts.left_out_before(1, 3).tolist() == left_out[1:3].tolist()
+    scored = held_out.replace("\n", "")
+    words = held_out.replace("_", " ") if spaces == "underscore" else held_out
+    totals = [len(scored.encode(encoding)), len(scored), len(words.split())]
+    assert got.sum(axis=0).tolist() == totals
+    assert [info["valid"].n_bytes, info["valid"].n_characters, info["valid"].n_words] == totals
+    ends = (np.cumsum(got[:, 0]) + left_out)[got[:, 1] == 1].tolist()
+    places = [i for i, character in enumerate(held_out) if character != "\n"]
+    assert ends == [len(held_out[: place + 1].encode(encoding)) for place in places]
+
+
+def test_newlines_inside_characters_make_no_text_whatever_the_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = b"plain text\n" * 9 + b"\xe7\n\xb4\x85 and\n" * 9
+    for chunk in (*range(1, 9), 1000):
+        monkeypatch.setattr(read, "CHUNK_BYTES", chunk)
+        valid = store_text(tmp_path, data, newlines="drop").info.splits["valid"]
+        assert (valid.n_characters, valid.n_words) == (None, None)
+
+
+def test_damaged_places_of_newlines_are_refused_by_name(tmp_path: Path) -> None:
+    store_text(tmp_path, b"a line\n" * 30, newlines="drop")
+    path = tmp_path / "data" / "valid.left_out"
+    path.write_bytes(path.read_bytes()[:-1])
+    n_bytes = path.stat().st_size
+    with open_counts(tmp_path, "valid") as counts, pytest.raises(UserError) as caught:
+        counts.left_out_before(0, 1)
+    assert str(caught.value) == f"{path}: damaged; got {n_bytes} bytes for {counts.n_tokens} tokens"
+    store_text(tmp_path, b"a line\n" * 30)
+    assert not path.exists()
+    with open_counts(tmp_path, "valid") as counts:
+        assert counts.left_out_before(0, 3).tolist() == [0, 0, 0]
+
+
+def test_text_of_newlines_alone_is_too_short_without_them(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\n" * 50)
+    corpus = find_corpus([str(tmp_path / "a.txt")], raw=True, newlines="drop")
+    tokenizer = build_tokenizer("byte", vocab_size=None, text=lambda: iter([]), n_bytes=0, seed=0)
+    with pytest.raises(UserError, match=r"a.txt: too short to score; got 0 tokens, needs at least 2$"):
+        run_all(encode_text(corpus, tokenizer, tmp_path))
 
 
 def test_sentencepiece_is_stored_whatever_the_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

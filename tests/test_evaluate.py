@@ -50,11 +50,11 @@ LENGTHS = [
 ]
 
 
-def build(lengths=LENGTHS[0], *, n_layer=2, dtype=torch.float64, dropout=0.0):
+def build(lengths=LENGTHS[0], *, n_layer=2, dtype=torch.float64, **settings):
     """The same weights for all lengths, far from zero so that every term matters."""
     torch.manual_seed(1)
     config = ModelConfig(
-        n_layer=n_layer, d_model=12, n_head=2, d_head=5, d_inner=16, dropout=dropout, **lengths._asdict()
+        n_layer=n_layer, d_model=12, n_head=2, d_head=5, d_inner=16, **lengths._asdict(), **settings
     )
     model = TransformerXL(config, N_VOCAB).double()
     with torch.no_grad():
@@ -64,6 +64,22 @@ def build(lengths=LENGTHS[0], *, n_layer=2, dtype=torch.float64, dropout=0.0):
 
 
 MODELS = {n_layer: build(n_layer=n_layer) for n_layer in (1, 2, 3)}
+
+
+# Trained at tgt_len 5 and mem_len 3; distances of shaw from 4 on share a row.
+SCHEMES = {
+    "relative": {},
+    "relative, biases of each layer": {"untie_r": True},
+    "shaw": {"position": "shaw", "max_relative_position": 4},
+    "shaw, keys alone": {"position": "shaw", "max_relative_position": 4, "shaw_values": False},
+    "sinusoid": {"position": "sinusoid"},
+    "sinusoid that runs on": {"position": "sinusoid", "absolute_positions": "continue"},
+    "learned": {"position": "learned"},
+}
+
+
+def build_scheme(name, **changes):
+    return build(Lengths(5, 3), **SCHEMES[name], **changes)
 
 
 def draw_ids(n_tokens, seed=2):
@@ -119,7 +135,12 @@ def score_tokens(model, store, **options):
 
 def by_training_path(ids, lengths, **changes):
     """Score one stream, segment after segment with hidden rows as memory: nats from the second token on."""
-    model = build(lengths, **changes)
+    return along_training_path(build(lengths, **changes), ids, lengths)
+
+
+def along_training_path(model, ids, lengths):
+    """The same at lengths that may not be those of the model's training."""
+    trained, model.lengths = model.lengths, lengths
     tokens, memory, nats = torch.from_numpy(ids)[None], None, []
     with torch.no_grad():
         for begin in range(0, len(ids) - 1, lengths.tgt_len):
@@ -127,6 +148,7 @@ def by_training_path(ids, lengths, **changes):
             hidden, memory = model.hidden_states(tokens[:, begin:end], memory)
             picked = model.log_probs(hidden)[0].gather(-1, tokens[0, begin + 1 : end + 1, None])
             nats.append(-picked[:, 0])
+    model.lengths = trained
     return torch.cat(nats)
 
 
@@ -273,10 +295,15 @@ class TestWholeText:
         store, model = store_of(draw_ids(63)), build(Lengths(8, 4))
         _, whole = score_tokens(model, store)
         monkeypatch.setattr(running, "MAX_LOGITS", 5 * N_VOCAB)
-        sizes, nll = [], model.nll
-        monkeypatch.setattr(model, "nll", lambda h, t: (sizes.append(t.numel()), nll(h, t))[1])
+        sizes, cross_entropy = [], torch.nn.functional.cross_entropy
+
+        def spy(logits, *args, **rest):
+            sizes.append(logits.shape)
+            return cross_entropy(logits, *args, **rest)
+
+        monkeypatch.setattr(torch.nn.functional, "cross_entropy", spy)
         _, parts = score_tokens(model, store)
-        assert max(sizes) == 5
+        assert max(sizes) == (5, N_VOCAB)
         assert_same(parts[1:], whole[1:])
 
     @pytest.mark.gpu
@@ -287,12 +314,150 @@ class TestWholeText:
             assert_same(nats[1:], by_training_path(ids, lengths))
 
 
+class TestSchemes:
+    @pytest.mark.parametrize("scheme", SCHEMES)
+    @pytest.mark.parametrize(
+        "lengths",
+        [
+            Lengths(5, 3),
+            Lengths(4, 0),
+            Lengths(4, 6),
+            Lengths(3, 7),
+            Lengths(5, 1000),
+            Lengths(1, 2, same_length="mem_len"),
+            Lengths(4, 5, same_length="mem_len+1"),
+            Lengths(9, 4),
+        ],
+        ids=str,
+    )
+    def test_any_number_of_streams_gives_the_nats_of_the_training_path(
+        self, store_of, side_by_side, scheme, lengths
+    ):
+        if scheme == "learned" and lengths.tgt_len > 5:
+            pytest.skip("has no rows for them")
+        ids, model = draw_ids(63), build_scheme(scheme)
+        expected = along_training_path(model, ids, lengths)
+        for n_stream in (1, 3):
+            score, nats = score_tokens(model, store_of(ids), lengths=lengths, n_stream=n_stream)
+            assert_same(nats[1:], expected)
+            assert score.n_stream == (1 if lengths.mem_len == 1000 else n_stream)
+
+    @pytest.mark.parametrize("scheme", ["relative", "shaw", "shaw, keys alone"])
+    def test_distances_are_clamped_alike_on_both_paths(self, store_of, side_by_side, scheme):
+        ids, model = draw_ids(63), build_scheme(scheme)
+        for lengths in (Lengths(4, 6, clamp_len=3), Lengths(5, 3, clamp_len=0), Lengths(5, 9, clamp_len=7)):
+            _, nats = score_tokens(model, store_of(ids), lengths=lengths, n_stream=3)
+            assert_same(nats[1:], along_training_path(model, ids, lengths))
+
+    def test_a_stream_that_begins_at_the_wrong_position_would_show(self, store_of, side_by_side, monkeypatch):
+        ids, model = draw_ids(63), build_scheme("sinusoid that runs on")
+        _, nats = score_tokens(model, store_of(ids), n_stream=3)
+        new_cache = model.new_cache
+        monkeypatch.setattr(model, "new_cache", lambda n, lengths, at: new_cache(n, lengths))
+        _, wrong = score_tokens(model, store_of(ids), n_stream=3)
+        # 13 segments of 5, two more for the warm-up of each stream but the first: that one scores 6.
+        assert_same(wrong[1:31], nats[1:31])
+        assert (wrong[31:] - nats[31:]).abs().min() > 1e-8
+
+    @pytest.mark.parametrize("scheme", SCHEMES)
+    def test_a_text_shorter_than_a_segment_scores_as_the_beginning_of_a_longer_one(self, store_of, scheme):
+        ids, model = draw_ids(20), build_scheme(scheme)
+        _, whole = score_tokens(model, store_of(ids))
+        for n_tokens in range(2, 8):
+            _, nats = score_tokens(model, store_of(ids[:n_tokens]))
+            assert_same(nats[1:], whole[1:n_tokens])
+
+    @pytest.mark.parametrize("scheme", SCHEMES)
+    @pytest.mark.parametrize("lengths", [Lengths(5, 3), Lengths(4, 5, same_length="mem_len")], ids=str)
+    def test_each_line_scores_as_alone_after_a_newline(self, store_of, scheme, lengths):
+        model = build_scheme(scheme)
+        alone = [along_training_path(model, np.array([NEWLINE, *line]), lengths) for line in LINES]
+        _, nats, _ = score_lines(model, store_of(TEXT), lengths=lengths, n_stream=2)
+        assert_same(nats, torch.cat(alone))
+
+    @pytest.mark.parametrize("by_line", [False, True])
+    @pytest.mark.parametrize(
+        ("scheme", "lengths", "message"),
+        [
+            (
+                "learned",
+                Lengths(6, 3),
+                "--tgt-len: this model has learned 5 positions; got 6; "
+                "give 5 or less, and more --mem-len for more context",
+            ),
+            (
+                "sinusoid",
+                Lengths(5, 3, clamp_len=2),
+                "--clamp-len: position sinusoid has no distances; got 2; leave it out",
+            ),
+        ],
+    )
+    def test_lengths_that_a_scheme_does_not_have_are_refused(
+        self, store_of, monkeypatch, scheme, lengths, message, by_line
+    ):
+        model = build_scheme(scheme)
+        monkeypatch.setattr(model, "new_cache", _raise(AssertionError("allocated")))
+        events = (
+            evaluate_by_line(model, store_of(TEXT), lengths=lengths, newline_id=NEWLINE)
+            if by_line
+            else evaluate(model, store_of([1, 2, 3]), lengths=lengths)  # too short to need the sixth position
+        )
+        with pytest.raises(UserError) as refused:
+            final_score(events)
+        assert str(refused.value) == message
+
+    def test_more_positions_than_in_training_are_said(self, store_of):
+        store, model = store_of(draw_ids(40)), build_scheme("sinusoid")
+        assert final_score(evaluate(model, store, lengths=Lengths(6, 3))).is_beyond_training
+        assert not final_score(evaluate(model, store, lengths=Lengths(5, 3))).is_beyond_training
+
+    @pytest.mark.parametrize("scheme", SCHEMES)
+    def test_nothing_of_a_training_is_disturbed(self, store_of, scheme):
+        model = build_scheme(scheme, dropout=0.2).train()
+        tokens = torch.from_numpy(draw_ids(30)).view(2, 15)
+        _, memory = model(tokens[:, :5], None, tokens[:, 1:6])
+        before = memory.position.clone(), [rows.clone() for rows in memory.hidden]
+        final_score(evaluate(model, store_of(draw_ids(40)), n_stream=2))
+        assert torch.equal(memory.position, before[0])
+        assert all(torch.equal(a, b) for a, b in zip(memory.hidden, before[1], strict=True))
+
+
+class TestClusters:
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"cutoffs": (4, 7)},
+            {"cutoffs": (4, 7), "div_val": 2},
+            {"cutoffs": (5,), "d_embed": 6, "tied": False, "tie_projs": "none"},
+        ],
+        ids=str,
+    )
+    def test_tokens_in_clusters_score_in_order(self, store_of, side_by_side, monkeypatch, settings):
+        ids, lengths = draw_ids(63), Lengths(4, 6)
+        expected = by_training_path(ids, lengths, **settings)
+        model = build(lengths, **settings)
+        for max_logits in (running.MAX_LOGITS, 9):
+            monkeypatch.setattr(running, "MAX_LOGITS", max_logits)
+            for n_stream in (1, 3):
+                _, nats = score_tokens(model, store_of(ids), n_stream=n_stream)
+                assert_same(nats[1:], expected)
+
+    def test_what_a_step_takes_counts_the_widest_cluster(self, monkeypatch):
+        monkeypatch.setattr(streams, "MAX_LOGITS", 1)
+        plain, clustered = build(), build(cutoffs=(4, 7))
+        assert clustered.head.clusters.widest == 6
+        sizes = [streams.measure(model, Lengths(4, 6)) for model in (plain, clustered)]
+        assert sizes[0].bytes_fixed - sizes[1].bytes_fixed == 2 * (11 - 6) * 8
+        assert sizes[0].bytes_stream == sizes[1].bytes_stream
+        assert sizes[0].fixed < sizes[1].fixed
+
+
 class TestLengths:
     def test_a_memory_beyond_the_text_takes_no_more_room_than_the_text(self, store_of, monkeypatch):
         ids, model, made = draw_ids(50), build(), []
         new_cache = model.new_cache
         monkeypatch.setattr(
-            model, "new_cache", lambda n, lengths: (made.append(lengths), new_cache(n, lengths))[1]
+            model, "new_cache", lambda n, lengths, at: (made.append(lengths), new_cache(n, lengths, at))[1]
         )
         for rule in ("off", "mem_len"):
             lengths = Lengths(4, 999_999_999, same_length=rule)

@@ -78,6 +78,18 @@ def make_model(*, n_vocab=N_LETTERS, tgt_len=4, mem_len=6, seed=0, **settings):
     return model
 
 
+SCHEMES = {
+    "relative": {},
+    "relative, biases of each layer": {"untie_r": True},
+    "shaw": {"position": "shaw", "max_relative_position": 5},
+    "shaw, keys alone": {"position": "shaw", "max_relative_position": 5, "shaw_values": False},
+    "sinusoid": {"position": "sinusoid"},
+    "sinusoid that runs on": {"position": "sinusoid", "absolute_positions": "continue"},
+    "learned": {"position": "learned"},
+    "clusters": {"cutoffs": (3, 6), "div_val": 2},
+}
+
+
 def results(model, prompt, tokenizer=LETTERS, **options):
     options = SamplingOptions(**{"max_tokens": 9, "seed": 5, **options})
     events = generate(model, tokenizer, encode_prompt(tokenizer, prompt, START), options)
@@ -137,6 +149,58 @@ def test_log_probs_are_those_of_scoring(tgt_len, mem_len, n_segments, n_more):
     assert_same(-log_probs, evaluated(model, ids, lengths)[n_prompt:])
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("tgt_len", "mem_len"), [(4, 6), (3, 3), (4, 0)])
+@pytest.mark.parametrize("n_prompt", [1, 8, 47])
+def test_log_probs_are_those_of_scoring_in_every_scheme(scheme, tgt_len, mem_len, n_prompt):
+    model, lengths, prompt = make_model(**SCHEMES[scheme]), Lengths(tgt_len, mem_len), letters(n_prompt)
+    options = {"max_tokens": 2 * tgt_len + 3, "mem_len": mem_len, "tgt_len": tgt_len, "num_samples": 2}
+    for result in results(model, prompt, **options):
+        ids = [*LETTERS.encode(prompt.encode()), *result.ids]
+        drawn = torch.tensor(result.ids)[:, None]
+        expected = scored(model, ids[:-1], lengths)[n_prompt - 1 :].gather(1, drawn)[:, 0]
+        log_probs = torch.tensor(result.logprobs, dtype=torch.float64)
+        assert_same(log_probs, expected)
+        assert_same(-log_probs, evaluated(model, ids, lengths)[n_prompt:])
+
+
+def test_a_prompt_that_is_cut_keeps_its_positions(monkeypatch):
+    model, lengths = make_model(**SCHEMES["sinusoid that runs on"]), Lengths(4, 6)
+    ids, begun = LETTERS.encode(letters(47).encode()), []
+    new_cache = model.new_cache
+    monkeypatch.setattr(
+        model, "new_cache", lambda n, lengths, at: begun.append(at.tolist()) or new_cache(n, lengths, at)
+    )
+    log_probs, _ = read_prompt(model, ids, lengths)
+    # Two layers of ceil(6 / 4) segments before the last one, which begins at 44.
+    assert begun == [[28]]
+    assert_same(log_probs.clone(), scored(model, ids, lengths)[-1:])
+    monkeypatch.setattr(model, "new_cache", lambda n, lengths, at: new_cache(n, lengths))
+    assert (read_prompt(model, ids, lengths)[0] - log_probs).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("scheme", ["sinusoid", "learned"])
+def test_positions_that_restart_forget_how_far_the_text_is(scheme):
+    model = make_model(**SCHEMES[scheme])
+    prompts = letters(3), letters(8, seed=1) + letters(3)
+    near, far = (results(model, prompt, mem_len=0, max_tokens=20)[0] for prompt in prompts)
+    assert near.ids == far.ids
+    runs_on = make_model(**SCHEMES["sinusoid that runs on"])
+    near, far = (results(runs_on, prompt, mem_len=0, max_tokens=20)[0] for prompt in prompts)
+    assert near.logprobs[0] != far.logprobs[0]
+
+
+def test_a_segment_beyond_the_learned_positions_is_refused(monkeypatch):
+    model = make_model(**SCHEMES["learned"])
+    monkeypatch.setattr(model, "new_cache", lambda *args: pytest.fail("allocated"))
+    with pytest.raises(UserError) as caught:
+        results(model, "a", tgt_len=5, max_tokens=2)  # too short to need the fifth position
+    assert str(caught.value) == (
+        "--tgt-len: this model has learned 4 positions; got 5; "
+        "give 4 or less, and more --mem-len for more context"
+    )
+
+
 @pytest.mark.parametrize(("tgt_len", "mem_len"), [(4, 6), (6, 4), (4, 0), (5, 1000)])
 @pytest.mark.parametrize("same_length", ["off", "mem_len", "mem_len+1"])
 def test_greedy_is_the_argmax_of_a_loop_that_recomputes_everything(tgt_len, mem_len, same_length):
@@ -154,12 +218,13 @@ def test_greedy_is_the_argmax_of_a_loop_that_recomputes_everything(tgt_len, mem_
 
 
 @given(
+    scheme=st.sampled_from(list(SCHEMES)),
     lengths=st.tuples(st.integers(1, 7), st.integers(0, 12)),
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=8),
 )
-@settings(deadline=None, max_examples=15)
-def test_a_prompt_may_be_read_in_any_pieces(lengths, sizes):
-    model, lengths = make_model(), Lengths(*lengths)
+@settings(deadline=None, max_examples=30)
+def test_a_prompt_may_be_read_in_any_pieces(scheme, lengths, sizes):
+    model, lengths = make_model(**{"tgt_len": 7, **SCHEMES[scheme]}), Lengths(*lengths)
     ids = LETTERS.encode(letters(sum(sizes)).encode())
     tokens = torch.from_numpy(ids.astype(np.int64))[None]
     cache = model.new_cache(1, lengths)
@@ -203,7 +268,9 @@ def test_a_token_costs_one_position_and_copies_no_cache(monkeypatch):
 def test_the_cache_is_no_longer_than_the_text(monkeypatch):
     model, made = make_model(), []
     new_cache = model.new_cache
-    monkeypatch.setattr(model, "new_cache", lambda n, lengths: made.append(lengths) or new_cache(n, lengths))
+    monkeypatch.setattr(
+        model, "new_cache", lambda n, lengths, at: made.append(lengths) or new_cache(n, lengths, at)
+    )
     (long,) = results(model, "abc", mem_len=10**9, tgt_len=10**9)
     assert made == [Lengths(12, 12)]
     (short,) = results(model, "abc", mem_len=50, tgt_len=60)
@@ -700,3 +767,19 @@ def test_the_repetition_penalty_looks_back_mem_len_tokens():
             model, "a", table, temperature=0, max_tokens=6, repetition_penalty=100, mem_len=mem_len
         )
         assert (penalized.text == free.text) == is_free
+
+
+def test_a_prompt_is_read_as_the_run_reads_text():
+    prompt = encode_prompt(LETTERS, "ab\n\na\n", START, newlines="drop")
+    assert prompt.text == "ab\n\na\n"
+    assert prompt.ids.tolist() == LETTERS.encode(b"aba").tolist()
+    for newlines in ("keep", "eos"):
+        kept = encode_prompt(LETTERS, "ab\na", START, newlines=newlines)
+        assert kept.ids.tolist() == LETTERS.encode(b"ab\na").tolist()
+    assert encode_prompt(LETTERS, "\n\n", START, newlines="drop").ids.tolist() == [START]
+    table = Table((b"a", b"_", b"\n"))
+    prompt = encode_prompt(table, " a \n", START, spaces="underscore")
+    assert (prompt.ids.tolist(), prompt.notices) == (table.encode(b"_a_\n").tolist(), ())
+    # What is no text does not become some without its newlines.
+    with pytest.raises(UserError, match=r"^prompt: not UTF-8; got byte 0xe7 at offset 1;"):
+        encode_prompt(LETTERS, b"a\xe7\n\xb4\x85", START, newlines="drop")

@@ -5,6 +5,7 @@ import torch
 
 from tests import reference
 from tests.tolerance import assert_same
+from txlcli import UserError
 from txlcli.config import ModelConfig
 from txlcli.model import Lengths, TransformerXL
 
@@ -20,8 +21,23 @@ LENGTHS = [
 ]
 
 
-def config_of(lengths, **changes):
+SCHEMES = {
+    "relative": {},
+    "untied": {"untie_r": True},
+    "shaw": {"position": "shaw", "max_relative_position": 3},
+    "shaw-keys": {"position": "shaw", "shaw_values": False},
+    "restart": {"position": "sinusoid"},
+    "continue": {"position": "sinusoid", "absolute_positions": "continue"},
+    "learned": {"position": "learned"},
+}
+all_schemes = pytest.mark.parametrize("scheme", SCHEMES)
+
+
+def config_of(lengths, scheme="relative", **changes):
     sizes = {"n_layer": 2, "d_model": 12, "n_head": 2, "d_head": 5, "d_inner": 16}
+    changes = SCHEMES[scheme] | changes
+    if changes.get("position") in ("sinusoid", "learned"):
+        lengths = lengths._replace(clamp_len=None)
     return ModelConfig(**{**sizes, **lengths._asdict(), **changes})
 
 
@@ -58,21 +74,22 @@ def by_cache(model, tokens, pieces, lengths=None):
     return torch.cat(out, dim=1)
 
 
-@pytest.mark.parametrize("norm", ["pre", "post"])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("norm", "tied"), [("pre", True), ("post", False)])
+@all_schemes
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @torch.no_grad()
-def test_model_is_the_paper(lengths, norm, tied):
-    config = config_of(lengths, norm=norm, tied=tied)
+def test_model_is_the_paper(lengths, scheme, norm, tied):
+    config = config_of(lengths, scheme, norm=norm, tied=tied)
     model, tokens = build(config), draw_tokens(1, 10)
     assert_same(by_training_path(model, tokens)[0], reference.log_probs(model, config, tokens[0].tolist()))
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
+@all_schemes
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @torch.no_grad()
-def test_cached_keys_and_values_change_nothing(lengths, norm):
-    model, tokens = build(config_of(lengths, norm=norm)), draw_tokens(3, 23)
+def test_cached_keys_and_values_change_nothing(lengths, scheme, norm):
+    model, tokens = build(config_of(lengths, scheme, norm=norm)), draw_tokens(3, 23)
     expected = by_training_path(model, tokens)
     whole = [len(part) for part in torch.arange(23).split(lengths.tgt_len)]
     assert_same(by_cache(model, tokens, whole), expected)
@@ -81,27 +98,104 @@ def test_cached_keys_and_values_change_nothing(lengths, norm):
     assert_same(by_cache(model, tokens, halves), expected)
 
 
+@all_schemes
 @torch.no_grad()
-def test_lengths_may_differ_from_those_of_training():
-    config = config_of(Lengths(4, 4))
-    model, tokens, lengths = build(config), draw_tokens(1, 12), Lengths(5, 9, clamp_len=6)
+def test_lengths_may_differ_from_those_of_training(scheme):
+    config = config_of(Lengths(5, 4), scheme)
+    model, tokens, lengths = build(config), draw_tokens(1, 12), Lengths(3, 9)
+    pieces = [3, 3, 3, 3]
+    if config.position in ("relative", "shaw"):
+        lengths = lengths._replace(clamp_len=6)
+    if config.position != "learned":
+        lengths, pieces = lengths._replace(tgt_len=7), [7, 5]
     expected = reference.log_probs(model, config, tokens[0].tolist(), lengths=lengths)
-    assert_same(by_cache(model, tokens, [5, 5, 2], lengths)[0], expected)
+    assert_same(by_cache(model, tokens, pieces, lengths)[0], expected)
+
+
+@torch.no_grad()
+def test_a_stream_in_the_middle_of_a_text_continues_its_positions():
+    model, tokens = build(config_of(Lengths(4, 4), "continue", n_layer=1)), draw_tokens(1, 16)
+    expected = by_training_path(model, tokens)
+    # One layer reads its true inputs after the segments that fill the memory: here one.
+    cache = model.new_cache(2, positions=torch.tensor([4, 8]))
+    both = torch.cat([tokens[:, 4:12], tokens[:, 8:16]])
+    _, cache = model.extend(both[:, :4], cache)
+    hidden, cache = model.extend(both[:, 4:], cache)
+    assert_same(model.log_probs(hidden), torch.cat([expected[:, 8:12], expected[:, 12:16]]))
+    assert cache.repeat(2).position.tolist() == [8, 12, 8, 12]
+
+
+@torch.no_grad()
+def test_restarting_positions_repeat_and_continuing_ones_do_not():
+    same = torch.full((1, 8), 3)
+    restarting = build(config_of(Lengths(4, 0), "restart"))
+    out = by_training_path(restarting, same)
+    assert torch.equal(out[:, :4], out[:, 4:])
+    continuing = build(config_of(Lengths(4, 0), "continue"))
+    out = by_training_path(continuing, same)
+    assert not torch.equal(out[:, :4], out[:, 4:])
+
+
+def test_lengths_that_a_scheme_does_not_have_are_refused():
+    learned = build(config_of(Lengths(4, 4), "learned"))
+    with pytest.raises(
+        UserError,
+        match=r"^--tgt-len: this model has learned 4 positions; got 5; give 4 or less, "
+        r"and more --mem-len for more context$",
+    ):
+        learned.new_cache(1, Lengths(5, 4))
+    for scheme, name in (("learned", "learned"), ("restart", "sinusoid"), ("continue", "sinusoid")):
+        with pytest.raises(
+            UserError, match=rf"^--clamp-len: position {name} has no distances; got 3; leave it out$"
+        ):
+            build(config_of(Lengths(4, 4), scheme)).refuse_lengths(Lengths(4, 4, clamp_len=3))
+    for scheme in SCHEMES:
+        build(config_of(Lengths(4, 4), scheme)).refuse_lengths(Lengths(3, 100))
+
+
+@pytest.mark.parametrize(("rule", "n_keys"), [("mem_len", 6), ("mem_len+1", 7)])
+@all_schemes
+def test_same_length_shows_exactly_so_many_keys(scheme, rule, n_keys):
+    # One layer: the input rows that an output depends on are the keys that it sees.
+    model = build(config_of(Lengths(4, 6, same_length=rule), scheme, n_layer=1))
+    seen = []
+    model.embed.register_forward_hook(lambda _, __, out: seen.append(out) or out)
+    cache, outputs = model.new_cache(1), []
+    for segment in draw_tokens(1, 20).split(4, dim=1):
+        hidden, cache = model.extend(
+            segment, cache._replace(keys=clones(cache.keys), values=clones(cache.values))
+        )
+        outputs.append(hidden)
+    rows = torch.cat(outputs, dim=1)
+    for position in range(20):
+        gradients = torch.autograd.grad(rows[0, position].sum(), seen, retain_graph=True, allow_unused=True)
+        touched = [
+            4 * n + int(i)
+            for n, gradient in enumerate(gradients)
+            if gradient is not None
+            for i in gradient[0].abs().sum(-1).nonzero()
+        ]
+        assert touched == list(range(max(0, position + 1 - n_keys), position + 1))
+
+
+def clones(buffers):
+    return tuple(buffer.clone() for buffer in buffers)
 
 
 @pytest.mark.parametrize("tgt_len", [1, 7, 64])
-@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("scheme", ["relative", "untied", "shaw", "continue"])
 @torch.no_grad()
-def test_segments_with_memory_of_all_the_past_are_one_long_forward(tgt_len, norm):
+def test_segments_with_memory_of_all_the_past_are_one_long_forward(tgt_len, scheme):
     tokens = draw_tokens(2, 70)
-    in_segments = build(config_of(Lengths(tgt_len, 70), norm=norm))
-    at_once = build(config_of(Lengths(70, 0), norm=norm))
+    in_segments = build(config_of(Lengths(tgt_len, 70), scheme))
+    at_once = build(config_of(Lengths(70, 0), scheme))
     assert_same(by_training_path(in_segments, tokens), by_training_path(at_once, tokens))
 
 
+@all_schemes
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_no_output_depends_on_a_later_token(lengths):
-    model, tokens = build(config_of(lengths)), draw_tokens(1, 12)
+def test_no_output_depends_on_a_later_token(lengths, scheme):
+    model, tokens = build(config_of(lengths, scheme)), draw_tokens(1, 12)
     with torch.no_grad():
         before = by_training_path(model, tokens)
         for position in range(1, 12):
@@ -121,6 +215,7 @@ def test_memory_holds_the_last_mem_len_inputs(lengths):
     for segment in tokens.split(lengths.tgt_len, dim=1):
         _, memory = model.hidden_states(segment, memory)
         seen += segment.shape[1]
+        assert memory.position.tolist() == [seen, seen]
         for rows in memory.hidden:
             assert rows.shape == (2, min(lengths.mem_len, seen), 12)
             assert not rows.requires_grad
@@ -129,18 +224,24 @@ def test_memory_holds_the_last_mem_len_inputs(lengths):
     assert torch.equal(memory.hidden[0], embedded)
 
 
-def test_memory_is_a_value():
-    model, tokens = build(config_of(Lengths(4, 6))), draw_tokens(1, 8)
+@all_schemes
+def test_memory_is_a_value(scheme):
+    model, tokens = build(config_of(Lengths(4, 6), scheme)), draw_tokens(1, 8)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
     _, memory = model.hidden_states(tokens[:, :4], None)
-    copies = [rows.clone() for rows in memory.hidden]
+    copies = [rows.clone() for rows in (*memory.hidden, memory.position)]
     first, _ = model.hidden_states(tokens[:, 4:], memory)
     again, _ = model.hidden_states(tokens[:, 4:], memory)
     assert torch.equal(first, again)
-    assert all(torch.equal(rows, copy) for rows, copy in zip(memory.hidden, copies, strict=True))
+    kept = (*memory.hidden, memory.position)
+    assert all(torch.equal(rows, copy) for rows, copy in zip(kept, copies, strict=True))
+    assert torch.equal(tokens, draw_tokens(1, 8))
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
-def test_gradients_reach_every_parameter_and_not_the_memory():
-    model = build(config_of(Lengths(4, 4), tied=False)).train()
+@all_schemes
+def test_gradients_reach_every_parameter_and_not_the_memory(scheme):
+    model = build(config_of(Lengths(4, 4), scheme, tied=False)).train()
     tokens = draw_tokens(2, 9)
     _, memory = model.hidden_states(tokens[:, :4], None)
     nll, _ = model(tokens[:, 4:8], memory, tokens[:, 5:])
@@ -150,8 +251,9 @@ def test_gradients_reach_every_parameter_and_not_the_memory():
         assert torch.count_nonzero(parameter.grad) > 0, name
 
 
-def test_gradients_of_the_whole_model():
-    model = build(config_of(Lengths(3, 2), n_layer=1, d_model=4, n_head=1, d_head=2, d_inner=3))
+@all_schemes
+def test_gradients_of_the_whole_model(scheme):
+    model = build(config_of(Lengths(3, 2), scheme, n_layer=1, d_model=4, n_head=1, d_head=2, d_inner=3))
     tokens = draw_tokens(1, 7)
     with torch.no_grad():
         _, memory = model.hidden_states(tokens[:, :3], None)
@@ -175,17 +277,19 @@ def test_forward_is_the_loss_of_hidden_states():
     assert_same(model.log_probs(hidden).exp().sum(-1), torch.ones(2, 4, dtype=torch.float64))
 
 
+@all_schemes
 @torch.no_grad()
-def test_streams_do_not_mix():
-    model, tokens = build(config_of(Lengths(4, 6))), draw_tokens(3, 12)
+def test_streams_do_not_mix(scheme):
+    model, tokens = build(config_of(Lengths(4, 6), scheme)), draw_tokens(3, 12)
     together = by_training_path(model, tokens)
     alone = torch.cat([by_training_path(model, tokens[b : b + 1]) for b in range(3)])
     assert_same(together, alone)
 
 
+@all_schemes
 @torch.no_grad()
-def test_a_repeated_cache_goes_on_as_copies():
-    model, tokens = build(config_of(Lengths(4, 6))), draw_tokens(1, 9)
+def test_a_repeated_cache_goes_on_as_copies(scheme):
+    model, tokens = build(config_of(Lengths(4, 6), scheme)), draw_tokens(1, 9)
     _, cache = model.extend(tokens[:, :4], model.new_cache(1))
     _, cache = model.extend(tokens[:, 4:6], cache)
     many, _ = model.extend(tokens[:, 6:8].expand(3, -1), cache.repeat(3))
@@ -193,17 +297,29 @@ def test_a_repeated_cache_goes_on_as_copies():
     assert_same(many, one.expand(3, -1, -1))
 
 
-def test_initialization_is_that_of_the_authors():
+@pytest.mark.parametrize("scheme", ["relative", "untied", "shaw", "learned"])
+def test_initialization_is_that_of_the_authors(scheme):
     torch.manual_seed(0)
-    model = TransformerXL(ModelConfig(n_layer=3, d_model=128, n_head=4, tied=False), 500)
+    config = ModelConfig(
+        n_layer=3,
+        d_model=128,
+        n_head=4,
+        tied=False,
+        cutoffs=(90, 200),
+        div_val=2,
+        init_std=0.03,
+        **SCHEMES[scheme],
+    )
+    model = TransformerXL(config, 500)
     for name, value in model.named_parameters():
-        if name.endswith(".bias"):
+        if name.endswith(".bias") or name == "head.cluster_bias":
             assert torch.count_nonzero(value) == 0, name
         else:
             mean = 1.0 if name.endswith("norm.weight") else 0.0
+            std = 0.01 if "projections" in name else 0.03
             # Six standard errors of mean and deviation of normal draws; the seed is fixed.
-            assert abs(value.mean().item() - mean) < 6 * 0.02 / value.numel() ** 0.5, name
-            assert abs(value.std().item() - 0.02) < 6 * 0.02 / (2 * value.numel()) ** 0.5, name
+            assert abs(value.mean().item() - mean) < 6 * std / value.numel() ** 0.5, name
+            assert abs(value.std().item() - std) < 6 * std / (2 * value.numel()) ** 0.5, name
 
 
 def test_parameters_are_counted_by_vocabulary_and_rest():
@@ -216,8 +332,9 @@ def test_parameters_are_counted_by_vocabulary_and_rest():
     assert untied.n_parameters() == (2 * N_VOCAB * 12 + N_VOCAB, rest)
 
 
-def test_dropout_draws_only_while_training():
-    config = config_of(Lengths(4, 4), dropout=0.5, dropatt=0.5)
+@all_schemes
+def test_dropout_draws_only_while_training(scheme):
+    config = config_of(Lengths(4, 4), scheme, dropout=0.5, dropatt=0.5)
     model, tokens = build(config), draw_tokens(1, 4)
     state = torch.random.get_rng_state()
     first, _ = model.hidden_states(tokens, None)
@@ -227,9 +344,11 @@ def test_dropout_draws_only_while_training():
     assert not torch.equal(first, second)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16])
-def test_half_precision_keeps_loss_and_memory_in_float32(dtype):
-    model, tokens = build(config_of(Lengths(4, 4))).float(), draw_tokens(1, 5)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocabulary", [{}, {"cutoffs": (3, 7), "div_val": 2}])
+@all_schemes
+def test_half_precision_keeps_loss_and_memory_in_float32(dtype, vocabulary, scheme):
+    model, tokens = build(config_of(Lengths(4, 4), scheme, **vocabulary)).float(), draw_tokens(1, 5)
     with torch.autocast("cpu", dtype=dtype):
         nll, memory = model(tokens[:, :4], None, tokens[:, 1:])
         nll, memory = model(tokens[:, :4], memory, tokens[:, 1:])

@@ -9,6 +9,7 @@ from txlcli import UserError
 from txlcli.config import FLAG, LEAVES, LENGTHS, Config, ModelConfig, Settings, Sourced, build, from_flags
 from txlcli.data import steps_per_epoch
 from txlcli.plan import (
+    ADAPTIVE_FROM,
     EVAL_SHARE,
     EVALUATIONS,
     Facts,
@@ -18,9 +19,11 @@ from txlcli.plan import (
     fit_streams,
     heads,
     intervals,
+    is_planned,
     last_eval_is_whole,
     plan_length,
     plan_text,
+    plan_vocabulary,
     run_s,
     step_tokens,
     steps_within,
@@ -44,6 +47,7 @@ CHINESE_NOVEL = dataclasses.replace(
     BOOK, n_bytes=2_570_501, n_characters=818_916, alphabet_size=4_232, script="cjk"
 )
 SHORT = dataclasses.replace(BOOK, n_bytes=40_000, n_characters=38_000, alphabet_size=50)
+MODEL_OF_A_BOOK = {"n_layer": 4, "d_model": 160, "n_head": 4, "tgt_len": 64, "mem_len": 64, "norm": "pre"}
 QUICK_MACHINE = Measured(step_s=0.1, eval_s=0.5, eval_token_s=5e-5, save_s=0.05, spent_s=20.0)
 
 
@@ -104,6 +108,21 @@ def test_cuda_takes_a_larger_model() -> None:
 def test_the_unit_follows_the_text(facts: Facts, tokenizer: str, vocab_size: int | None) -> None:
     found = planned(facts)
     assert (found["tokenizer"], found.get("vocab_size")) == (tokenizer, vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("flags", "tokenizer"),
+    [
+        ({"newlines": "eos"}, "word"),
+        ({"newlines": "drop"}, "char"),
+        ({"spaces": "underscore"}, "char"),
+        ({"newlines": "drop", "spaces": "underscore"}, "char"),
+        ({"newlines": "drop", "tokenizer": "byte"}, "byte"),
+        ({"newlines": "keep", "spaces": "keep"}, "sentencepiece"),
+    ],
+)
+def test_the_unit_follows_the_rule_for_newlines_and_spaces(flags: dict[str, str], tokenizer: str) -> None:
+    assert planned(**flags)["tokenizer"] == tokenizer
 
 
 def test_vocabulary_of_a_tokenizer_asked_for() -> None:
@@ -197,6 +216,120 @@ def test_distances_that_training_hardly_sees_share_one_encoding() -> None:
     assert found == [96, 64, 288, 256, 1]
     assert planned(clamp_len="none")["clamp_len"] is None
     assert planned(clamp_len="5")["clamp_len"] == 5
+
+
+@pytest.mark.parametrize("position", ["shaw", "sinusoid", "learned"])
+@pytest.mark.parametrize("facts", [BOOK, dataclasses.replace(BOOK, device_kind="cuda")])
+def test_only_the_relative_encoding_is_clamped_unasked(position: str, facts: Facts) -> None:
+    found = planned(facts, position=position)
+    assert "clamp_len" not in found
+    assert found["position"] == position
+    assert planned(facts, position="relative")["clamp_len"] is not None
+    assert planned(facts, position="shaw", clamp_len="5")["clamp_len"] == 5
+
+
+def test_rows_of_shaw_reach_as_far_as_the_lengths_that_the_plan_finds() -> None:
+    model = build(plan_text(from_flags({"position": "shaw"}), dataclasses.replace(BOOK, device_kind="cuda")))
+    assert model.model.max_relative_position == 256
+    assert build(plan_text(from_flags({"position": "shaw", "mem_len": "99"}), BOOK)).model == ModelConfig(
+        **{**MODEL_OF_A_BOOK, "position": "shaw", "mem_len": 99, "max_relative_position": 99}
+    )
+
+
+def clusters(n_vocab: int, *, from_file: bool = False, **flags: str) -> Sourced | None:
+    facts = dataclasses.replace(BOOK, n_vocab=n_vocab)
+    before = plan_text(from_flags(flags), facts, from_file=from_file)
+    after = plan_vocabulary(before, facts, from_file=from_file)
+    assert {name: sourced for name, sourced in after.items() if name != "cutoffs"} == {
+        name: sourced for name, sourced in before.items() if name != "cutoffs"
+    }
+    return after.get("cutoffs")
+
+
+def test_clusters_stand_where_the_authors_put_them() -> None:
+    words = {"tokenizer": "word", "d_model": "1024", "n_head": "16"}
+    assert clusters(267_735, **words) == Sourced(
+        (20_000, 40_000, 200_000), "plan: for a vocabulary of 267,735"
+    )
+    assert clusters(793_471, **words).value == (60_000, 120_000, 600_000)
+    assert clusters(ADAPTIVE_FROM, **words).value == (1_500, 3_000, 15_000)
+
+
+def test_clusters_are_for_many_words_unless_asked_for() -> None:
+    none = Sourced((), "plan: no gain from clusters below a vocabulary of 20,000")
+    assert clusters(ADAPTIVE_FROM - 1, tokenizer="word") == none
+    assert clusters(1, tokenizer="word", cutoffs="auto", div_val="4") == none
+    for tokenizer in ("byte", "char", "sentencepiece"):
+        unasked = clusters(ADAPTIVE_FROM, tokenizer=tokenizer)
+        assert unasked == Sourced((), "plan: clusters are for vocabularies of words")
+        assert clusters(ADAPTIVE_FROM, tokenizer=tokenizer, cutoffs="auto").value == (1_500, 3_000, 15_000)
+        assert clusters(3, tokenizer=tokenizer, cutoffs="auto", div_val="4") == none
+
+
+def test_cutoffs_that_are_set_stay() -> None:
+    for tokenizer in ("word", "char"):
+        assert clusters(50_000, tokenizer=tokenizer, cutoffs="none") == Sourced((), FLAG)
+        assert clusters(50_000, tokenizer=tokenizer, cutoffs="7,100") == Sourced((7, 100), FLAG)
+
+
+def test_with_a_file_clusters_are_derived_only_where_it_says_auto() -> None:
+    assert clusters(50_000, from_file=True, tokenizer="word") is None
+    assert clusters(50_000, from_file=True, tokenizer="word", cutoffs="none") == Sourced((), FLAG)
+    found = clusters(50_000, from_file=True, tokenizer="word", cutoffs="auto")
+    assert found == Sourced((3_800, 7_500, 38_000), "plan: for a vocabulary of 50,000")
+
+
+@pytest.mark.parametrize(
+    ("flags", "n_clusters"),
+    [
+        ({"d_embed": "64", "div_val": "4"}, 3),
+        ({"d_embed": "63", "div_val": "4"}, 2),
+        ({"d_embed": "15", "div_val": "4"}, 1),
+        ({"d_embed": "3", "div_val": "4"}, 0),
+        ({"d_model": "16", "div_val": "4"}, 2),
+        ({"d_embed": "1"}, 3),
+        ({"d_embed": "none", "div_val": "5"}, 3),
+        ({"d_embed": "none", "div_val": "6"}, 2),
+    ],
+)
+def test_there_are_no_more_clusters_than_have_a_width(flags: dict[str, str], n_clusters: int) -> None:
+    found = clusters(50_000, tokenizer="word", **flags)
+    assert found.value == (3_800, 7_500, 38_000)[:n_clusters]
+    assert found.origin.endswith(" leaves no width for more") == (n_clusters < 3)
+
+
+@quick
+@given(
+    n_vocab=st.integers(1, 2_000_000),
+    d_embed=st.integers(1, 2000),
+    div_val=st.integers(1, 1024),
+    tokenizer=st.sampled_from(["byte", "char", "word", "sentencepiece"]),
+)
+def test_derived_clusters_fit_any_vocabulary(
+    n_vocab: int, d_embed: int, div_val: int, tokenizer: str
+) -> None:
+    flags = {"cutoffs": "auto", "d_embed": str(d_embed), "div_val": str(div_val), "tokenizer": tokenizer}
+    found = clusters(n_vocab, **flags)
+    assert is_planned(found)
+    assert isinstance(found.value, tuple)
+    # 7.5 %, 15 % and 75 %, rounded to two figures: by 5 % at most.
+    for start, share in zip(found.value, (0.075, 0.15, 0.75), strict=False):
+        assert start == pytest.approx(share * n_vocab, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("origin", "place"),
+    [(FLAG, "--cutoffs:"), ("c.yaml:4", "c.yaml:4: cutoffs"), ("init: a", "model.cutoffs:")],
+)
+def test_clusters_beyond_the_vocabulary_are_refused_at_their_place(origin: str, place: str) -> None:
+    before = {"cutoffs": Sourced((20, 204), origin)}
+    with pytest.raises(UserError) as error:
+        plan_vocabulary(before, dataclasses.replace(BOOK, n_vocab=204), from_file=True)
+    assert str(error.value) == (
+        f"{place} must stay below the vocabulary of 204; got 20,204; "
+        "give smaller ones, or auto to derive them"
+    )
+    assert plan_vocabulary(before, dataclasses.replace(BOOK, n_vocab=205), from_file=True) == before
 
 
 def test_streams_split_into_the_parts_asked_for() -> None:
@@ -397,11 +530,31 @@ def test_the_plan_changes_nothing_that_is_set() -> None:
     assert changed <= left_open
 
 
+@quick
+@given(
+    position=st.sampled_from(["relative", "shaw", "sinusoid", "learned"]),
+    cutoffs=st.sampled_from(["none", "10", "10,20000"]),
+    tokenizer=st.sampled_from(["word", "sentencepiece"]),
+    div_val=st.sampled_from(["1", "2"]),
+    mem_len=st.sampled_from(["0", "7", "640"]),
+    from_file=st.booleans(),
+)
+def test_the_plan_leaves_scheme_and_clusters_as_they_are_set(from_file: bool, **flags: str) -> None:
+    facts = dataclasses.replace(BOOK, n_vocab=50_000)
+    before = from_flags({**flags, "steps": "7"})
+    after = plan_vocabulary(plan_text(before, facts, from_file=from_file), facts, from_file=from_file)
+    after = plan_length(after, facts, from_file=from_file)
+    assert {name: after[name] for name in before} == before
+    model = build(after).model
+    assert (model.clamp_len is None) == (from_file or flags["position"] != "relative")
+
+
 def test_the_plan_finds_exactly_the_settings_marked_so() -> None:
     found: set[str] = set()
     for facts, has_muon in itertools.product((BOOK, SHORT), (True, False)):
         one = dataclasses.replace(facts, has_muon=has_muon)
-        found |= set(plan_length(plan_text({}, one), one, lambda settings: QUICK_MACHINE))
+        before = plan_vocabulary(plan_text({}, one), one)
+        found |= set(plan_length(before, one, lambda settings: QUICK_MACHINE))
     assert found == {item.name for item in LEAVES if item.is_planned}
 
 
@@ -410,7 +563,10 @@ def test_every_plan_builds() -> None:
         ("cpu", "cuda", "mps"), (True, False), (BOOK, CHINESE_NOVEL, SHORT)
     ):
         one = dataclasses.replace(facts, device_kind=kind, has_muon=muon)
-        build(plan_length(plan_text({}, one), one, lambda settings: QUICK_MACHINE))
+        for n_vocab in (2, 50_000):
+            one = dataclasses.replace(one, n_vocab=n_vocab)
+            before = plan_vocabulary(plan_text({}, one), one)
+            build(plan_length(before, one, lambda settings: QUICK_MACHINE))
 
 
 def test_rules_do_not_write_into_what_they_are_given() -> None:
@@ -419,6 +575,7 @@ def test_rules_do_not_write_into_what_they_are_given() -> None:
     plan_length(plan_text(before, SHORT), dataclasses.replace(SHORT, n_train_tokens=5))
     heads(Known(before), BOOK)
     fit_streams(Known(before), dataclasses.replace(SHORT, n_train_tokens=5))
+    plan_vocabulary(before, dataclasses.replace(SHORT, n_vocab=50_000))
     assert before == copy
 
 
@@ -432,6 +589,74 @@ def test_weights_of_another_run_bring_their_settings() -> None:
     assert build(plan_text(ours, BOOK)).model == dataclasses.replace(
         theirs.model, mem_len=10, clamp_len=64, dropout=0.0
     )
+
+
+SHAPED = ModelConfig(
+    n_layer=3,
+    d_model=48,
+    n_head=2,
+    position="shaw",
+    max_relative_position=9,
+    shaw_values=False,
+    d_embed=32,
+    cutoffs=(10, 40),
+    div_val=2,
+    tie_projs="all",
+    proj_same_dim=False,
+    tied=False,
+)
+
+
+def test_scheme_and_clusters_come_with_weights() -> None:
+    ours = take_from_run(from_flags({"cutoffs": "auto", "div_val": "2"}), Config(model=SHAPED), "runs/a")
+    assert ours["cutoffs"] == Sourced((10, 40), "init: runs/a")
+    assert "tgt_len" not in ours
+    facts = dataclasses.replace(BOOK, n_vocab=50_000)
+    for from_file in (False, True):
+        after = plan_vocabulary(plan_text(ours, facts, from_file=from_file), facts, from_file=from_file)
+        # The plan adds neither a clamp_len nor clusters of its own.
+        assert build(after).model == SHAPED
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "text"),
+    [
+        ("cutoffs", "10,50", "--cutoffs: comes with --init; got 10,50, runs/a has 10,40; leave it out"),
+        ("cutoffs", "none", "--cutoffs: comes with --init; got none, runs/a has 10,40; leave it out"),
+        (
+            "position",
+            "relative",
+            "--position: comes with --init; got relative, runs/a has shaw; leave it out",
+        ),
+        ("shaw_values", "true", "--shaw-values: comes with --init; got true, runs/a has false; leave it out"),
+        ("untie_r", "true", "--untie-r: comes with --init; got true, runs/a has false; leave it out"),
+        ("tied", "true", "--tied: comes with --init; got true, runs/a has false; leave it out"),
+        (
+            "max_relative_position",
+            "8",
+            "--max-relative-position: comes with --init; got 8, runs/a has 9; leave it out",
+        ),
+    ],
+)
+def test_another_scheme_or_clusters_cannot_go_with_weights(flag: str, value: str, text: str) -> None:
+    with pytest.raises(UserError) as error:
+        take_from_run(from_flags({flag: value}), Config(model=SHAPED), "runs/a")
+    assert str(error.value) == text
+
+
+def test_a_learned_table_comes_with_its_length() -> None:
+    theirs = Config(model=ModelConfig(position="learned", tgt_len=48, mem_len=10))
+    ours = take_from_run(from_flags({"mem_len": "7"}), theirs, "runs/a")
+    assert ours["tgt_len"] == Sourced(48, "init: runs/a")
+    assert build(plan_text(ours, BOOK)).model == dataclasses.replace(theirs.model, mem_len=7)
+    assert take_from_run(from_flags({"tgt_len": "48"}), theirs, "runs/a")["tgt_len"].value == 48
+    for tgt_len in ("47", "49"):
+        with pytest.raises(UserError) as error:
+            take_from_run(from_flags({"tgt_len": tgt_len}), theirs, "runs/a")
+        assert str(error.value) == (
+            "--tgt-len: comes with --init and its learned positions; "
+            f"got {tgt_len}, runs/a has 48; leave it out"
+        )
 
 
 @pytest.mark.parametrize(("origin", "place"), [(FLAG, "--d-model"), ("c.yaml:4", "c.yaml:4: d_model")])

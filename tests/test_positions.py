@@ -3,7 +3,14 @@ import torch
 
 from tests import reference
 from tests.tolerance import assert_same
-from txlcli.positions import relative_sinusoids, sinusoids
+from txlcli.positions import (
+    AbsoluteSinusoids,
+    LearnedDistances,
+    LearnedPositions,
+    farthest_first,
+    relative_sinusoids,
+    sinusoids,
+)
 
 
 @pytest.mark.parametrize("d_model", [2, 8, 50])
@@ -28,3 +35,41 @@ def test_half_precision_still_tells_far_distances_apart(dtype):
     rows = sinusoids(torch.tensor([3000, 3001]), 16, dtype=dtype)
     assert rows.dtype == torch.float32
     assert not torch.equal(rows[0], rows[1])
+
+
+def test_learned_distances_are_clipped_at_the_largest():
+    rows = LearnedDistances(2, 3, 4, has_values=True)
+    torch.nn.init.normal_(rows.keys)
+    torch.nn.init.normal_(rows.values)
+    bias = rows(farthest_first(7))
+    expected = [4, 4, 4, 3, 2, 1, 0]
+    assert torch.equal(bias.r, rows.keys[:, expected])
+    assert torch.equal(bias.values, rows.values[:, expected])
+    assert bias.u is None
+    assert bias.w is None
+    assert LearnedDistances(2, 3, 4, has_values=False)(farthest_first(2)).values is None
+
+
+def test_absolute_sinusoids_restart_or_run_on():
+    start = torch.tensor([0, 300])
+    restarting = AbsoluteSinusoids(8, runs_on=False)(start, 2, 3, torch.float64)
+    assert torch.equal(restarting, sinusoids(torch.tensor([[2, 3, 4]]), 8, dtype=torch.float64))
+    running = AbsoluteSinusoids(8, runs_on=True)(start, 2, 3, torch.float64)
+    positions = torch.tensor([[2, 3, 4], [302, 303, 304]])
+    assert torch.equal(running, sinusoids(positions, 8, dtype=torch.float64))
+    assert start.tolist() == [0, 300]
+
+
+def test_learned_positions_are_the_rows_of_a_segment():
+    table = LearnedPositions(5, 4)
+    torch.nn.init.normal_(table.weight)
+    out = table(torch.tensor([0, 700]), 1, 3, torch.float32)
+    assert torch.equal(out, table.weight[None, 1:4])
+
+
+def test_far_positions_keep_their_precision():
+    # A text of 10^9 tokens: the fastest wave still turns by exactly one radian a token.
+    far, next_one = sinusoids(torch.tensor([10**9, 10**9 + 1]), 2, dtype=torch.float64)
+    turned = torch.atan2(next_one[0], next_one[1]) - torch.atan2(far[0], far[1])
+    # Positions times frequency carry float64's error of 10^9 radians, 1e-7, in sine and cosine.
+    assert abs((turned.item() + torch.pi) % (2 * torch.pi) - torch.pi - 1) < 1e-6

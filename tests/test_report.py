@@ -293,6 +293,50 @@ def test_the_plan_names_what_people_ask_for():
     assert "╭─" in text
 
 
+@pytest.mark.parametrize(
+    ("flags", "row"),
+    [
+        ({}, None),
+        ({"untie_r": "true"}, "positions   relative · biases u and v of each layer its own"),
+        ({"position": "shaw"}, "positions   shaw · rows to distance 64 · also on values"),
+        (
+            {"position": "shaw", "shaw_values": "false", "max_relative_position": "1000"},
+            "positions   shaw · rows to distance 1,000 · not on values",
+        ),
+        (
+            {"position": "sinusoid"},
+            "positions   sinusoid · restart in each segment, rows of memory repeat them",
+        ),
+        ({"position": "learned", "mem_len": "0"}, "positions   learned · restart in each segment"),
+        (
+            {"position": "sinusoid", "absolute_positions": "continue"},
+            "positions   sinusoid · run on through the text",
+        ),
+    ],
+)
+def test_the_plan_names_a_scheme_that_is_not_the_default(flags, row):
+    settings = config.from_flags({"steps": "3000", **flags})
+    text, _ = draw([train.Planned(summary(config=config.build(settings)))])
+    assert [line for line in text.splitlines() if line.startswith("positions")] == [row] * (row is not None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "row"),
+    [
+        ({"cutoffs": "2000,8000"}, "vocabulary  word · 33,000 · clusters from 2,000, 8,000"),
+        (
+            {"cutoffs": "9", "div_val": "4"},
+            "vocabulary  word · 33,000 · clusters from 9 · each 4 times narrower",
+        ),
+        ({"div_val": "4"}, "vocabulary  word · 33,000"),
+    ],
+)
+def test_the_plan_says_where_clusters_begin(flags, row):
+    settings = config.from_flags({"steps": "3000", **flags})
+    text, _ = draw([train.Planned(summary(config=config.build(settings), tokenizer="word", n_vocab=33_000))])
+    assert row in text.splitlines()
+
+
 def test_a_dry_run_gives_plan_and_pieces_as_results():
     line = train.FirstLine(text="ab\tc", pieces=("a", "b\t", "c"), ids=(1, 2, 3))
     text, results = draw([train.Planned(summary()), line], is_dry_run=True, is_quiet=True)
@@ -444,6 +488,12 @@ def test_runs_table():
     assert stream.text.splitlines()[0].split("  ")[0] == "run"
     row = " ".join(stream.text.splitlines()[2].split())
     assert row == "runs/[a] 4 × 160 char 1,321 –/3,000 – – – 3.6 MB"
+
+
+def test_lists_are_shown_as_flags_take_them():
+    assert report.value_text((2000, 8000)) == "2000,8000"
+    assert report.value_text(("a.txt", "b.txt")) == "a.txt b.txt"
+    assert report.value_text(()) == "none"
 
 
 def test_settings_table_shows_every_setting_with_its_origin():

@@ -3,13 +3,16 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from tests.test_train import make_run, metrics, of_kind, train_run, write_corpus
 from txlcli import UserError
@@ -118,6 +121,99 @@ def test_stopped_and_resumed_is_not_stopped(tmp_path: Path, n: int, flags: dict[
     saved = [line["step"] for line in metrics(straight) if line["event"] == "save"]
     own = () if n in saved else (n,)
     assert lines_but_saves_of(straight) == lines_but_saves_of(ready.run, *own)
+
+
+SCHEMES: dict[str, dict[str, Any]] = {
+    "biases of each layer": {"untie_r": True, "optimizer": "sgd", "weight_decay": 0.1},
+    "shaw": {"position": "shaw", "max_relative_position": 5, "accumulate": 2},
+    "shaw, keys alone": {"position": "shaw", "shaw_values": False, "optimizer": "adam"},
+    "sinusoid": {"position": "sinusoid", "mem_len": 20},
+    "sinusoid that runs on": {"position": "sinusoid", "absolute_positions": "continue", "accumulate": 2},
+    "runs on without memory": {"position": "sinusoid", "absolute_positions": "continue", "mem_len": 0},
+    "learned": {"position": "learned", "weight_decay": 0.1},
+    "clusters": {"tokenizer": "word", "cutoffs": (4, 8), "div_val": 2, "d_embed": 12, "weight_decay": 0.1},
+    "one table": {"tokenizer": "word", "cutoffs": (4, 8), "tied": False, "mem_len": 20},
+}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_stopped_and_resumed_is_not_stopped_in_every_scheme(tmp_path: Path, scheme: str) -> None:
+    flags = {"steps": 8, "log_every": 8, "eval_every": 8, "save_every": 8, "dropout": 0.2, **SCHEMES[scheme]}
+    straight, _ = train_run(tmp_path, "straight", **flags)
+    ready = make_run(tmp_path, "stopped", **flags)
+    list(train(ready.run, ready.config, stop_at=4))
+    torch.manual_seed(99)
+    go_on(ready.run)
+    assert_equal_ends(straight, ready.run)
+    # Steps of eight tokens; the words of the corpus make epochs of six steps, of the last a short one.
+    n_steps = 2 if flags.get("tokenizer") == "word" else 8
+    assert load_state(straight.checkpoint_path(8))[0]["memory.position"].tolist() == [8 * n_steps] * 4
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+def test_words_that_have_not_come_yet_have_no_state_and_resume_the_same(
+    tmp_path: Path, optimizer: str
+) -> None:
+    if optimizer == "muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
+    # One stream: the words of the tail come after 60 tokens and more, the seventh step.
+    (tmp_path / "words.txt").write_text("ox and " * 30 + "fox dog cat " * 20 + "ox and " * 30)
+    flags = {
+        **{"tokenizer": "word", "cutoffs": (5,), "div_val": 2, "tied": False, "tie_projs": "none"},
+        **{"batch_size": 1, "optimizer": optimizer, "weight_decay": 0.1, "lr": 0.01},
+        **{"steps": 12, "eval_every": 12, "save_every": 4, "keep": 9},
+    }
+    straight, _ = train_run(tmp_path, "straight", **flags)
+    ready = make_run(tmp_path, "stopped", **flags)
+    list(train(ready.run, ready.config, stop_at=5))
+    go_on(ready.run)
+    assert_equal_ends(straight, ready.run)
+    weights = [load_file(straight.checkpoint_path(step) / "model.safetensors") for step in (0, 4, 12)]
+    owned = [{name.split(".", 3)[3] for name in of_optimizer(straight, step)} for step in (4, 12)]
+    for name in ("head.weights.1", "head.projections.1"):
+        assert torch.equal(weights[0][name], weights[1][name])
+        assert not torch.equal(weights[1][name], weights[2][name])
+        assert name not in owned[0]
+        assert (name in owned[1]) == (optimizer != "sgd")
+
+
+def of_optimizer(run: Run, step: int) -> list[str]:
+    """Name the tensors of the optimizers' state."""
+    return [name for name in load_state(run.checkpoint_path(step))[0] if name.startswith("optimizer.")]
+
+
+@contextmanager
+def changed_state(run: Run, step: int) -> Iterator[dict[str, Tensor]]:
+    """Change the tensors of a checkpoint's state."""
+    path = run.checkpoint_path(step)
+    tensors, _ = load_state(path)
+    yield tensors
+    save_file(tensors, path / "state.safetensors")
+
+
+@pytest.mark.parametrize("scheme", ["shaw", "sinusoid", "sinusoid that runs on", "learned"])
+def test_states_without_positions_go_on_unless_positions_run_on(tmp_path: Path, scheme: str) -> None:
+    ready = make_run(tmp_path, **{**SCHEMES[scheme], "steps": 5})
+    list(train(ready.run, ready.config, stop_at=3))
+    with changed_state(ready.run, 3) as tensors:
+        del tensors["memory.position"]
+    if SCHEMES[scheme].get("absolute_positions") == "continue":
+        with pytest.raises(UserError, match=r"is damaged; the memory has no position for each stream$"):
+            go_on(ready.run)
+    else:
+        end = go_on(ready.run)[-1]
+        assert isinstance(end, Finished)
+        assert end.step == 5
+
+
+@pytest.mark.parametrize("position", [torch.zeros(3, dtype=torch.int64), torch.zeros(4), torch.tensor(0)])
+def test_positions_that_cannot_be_are_refused(tmp_path: Path, position: Tensor) -> None:
+    ready = make_run(tmp_path)
+    list(train(ready.run, ready.config, stop_at=3))
+    with changed_state(ready.run, 3) as tensors:
+        tensors["memory.position"] = position
+    with pytest.raises(UserError, match=r"is damaged; the memory has no position for each stream$"):
+        go_on(ready.run)
 
 
 def test_interrupted_again_and_again_is_not_stopped(tmp_path: Path) -> None:
@@ -323,11 +419,8 @@ def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"step-0000003: state.json has no counters of this version; "):
         list(resume(ready.run, {}))
     (path / "state.json").write_text(plain)
-    tensors, _ = load_state(path)
-    from safetensors.torch import save_file
-
-    tensors["memory.0"] = tensors["memory.0"][:, :, :3].contiguous()
-    save_file(tensors, path / "state.safetensors")
+    with changed_state(ready.run, 3) as tensors:
+        tensors["memory.0"] = tensors["memory.0"][:, :, :3].contiguous()
     with pytest.raises(UserError, match=r"the training state is damaged; the memory has another shape"):
         list(train(ready.run, ready.config))
 

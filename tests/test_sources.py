@@ -20,6 +20,7 @@ from txlcli.sources import (
     Survey,
     check_unchanged,
     complete_utf8,
+    convert,
     find_corpus,
     find_encoding,
     find_split,
@@ -355,6 +356,71 @@ def test_replacing_is_pythons_own_in_any_pieces(
     if encoding == "utf-8":
         kept = joined.decode(errors="ignore").encode()
         assert sum(one.n_replaced for one in chunks) == len(joined) - len(kept)
+
+
+def read_all(corpus: Corpus) -> bytes:
+    return b"".join(read_text(corpus, 0, corpus.n_bytes))
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), encoding=st.sampled_from(ENCODINGS), chunk=st.integers(1, 9), raw=st.booleans())
+def test_newlines_are_left_out_and_every_byte_keeps_its_place(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, encoding: str, chunk: int, raw: bool
+) -> None:
+    letters = st.sampled_from(SAMPLE[encoding] + "\n\n _")
+    texts = [data.draw(st.text(letters, min_size=1, max_size=20)) for _ in range(2)]
+    folder = tmp_path_factory.getbasetemp()
+    names = [write(folder, text.encode(encoding), f"{i}.txt") for i, text in enumerate(texts)]
+    plain = find_corpus(names, encoding=encoding, raw=raw)
+    corpus = find_corpus(names, encoding=encoding, raw=raw, newlines="drop", spaces="underscore")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(read, "CHUNK_BYTES", chunk)
+        as_it_is = list(read_chunks(plain, 0, plain.n_bytes, sized=True))
+        chunks = list(read_chunks(corpus, 0, corpus.n_bytes))
+        joined = read_all(corpus)
+    before, text = read_all(plain), b"".join(one.text for one in chunks)
+    assert text == joined == before.replace(b"\n", b"").replace(b" ", b"_")
+    assert all(one.text for one in chunks)
+    # Where each byte ends in the files, newlines included, by the sizes of the text as it is.
+    ends = np.cumsum(np.concatenate([one.sizes for one in as_it_is if one.sizes is not None]))
+    kept = [end for byte, end in zip(before, ends.tolist(), strict=True) if byte != 10]
+    sizes = [size for one in chunks if one.sizes is not None for size in one.sizes.tolist()]
+    left_out = [n for one in chunks if one.left_out is not None for n in one.left_out.tolist()]
+    assert (np.cumsum(sizes) + np.cumsum(left_out)).tolist() == kept
+    assert [one.source_bytes for one in chunks] == [
+        one.sizes.sum() for one in chunks if one.sizes is not None
+    ]
+    assert sum(one.read_bytes for one in chunks) == (kept[-1] if kept else 0)
+
+
+def test_of_a_windows_line_end_the_carriage_return_stays(tmp_path: Path) -> None:
+    name = write(tmp_path, b"a b\r\nc_d\r\n\n")
+    corpus = find_corpus([name], newlines="drop")
+    assert read_all(corpus) == b"a b\rc_d\r"
+    assert read_all(find_corpus([name], spaces="underscore")) == b"a_b\r\nc_d\r\n\n"
+    assert read_all(find_corpus([name], newlines="eos")) == Path(name).read_bytes()
+    found = run_survey(corpus, valid_fraction=0)
+    assert found.notices == (f"{name}: 2 carriage returns are kept as characters",)
+    assert (found.n_bytes, found.n_characters, found.alphabet_size) == (11, 8, 7)
+    assert "\n" not in found.alphabet
+    # Among words that white space separates they are white space.
+    assert run_survey(find_corpus([name], newlines="eos"), valid_fraction=0).notices == ()
+
+
+def test_a_split_is_a_byte_of_the_file_whatever_is_left_out(tmp_path: Path) -> None:
+    name = write(tmp_path, b"ab\n\n\n\ncd\n\n")
+    for newlines in ("keep", "drop"):
+        corpus = find_corpus([name], newlines=newlines)
+        assert find_split(corpus, 4) == 4
+        assert run_survey(corpus, valid_fraction=0.6).split_at == 4
+    assert b"".join(read_text(corpus, 4, 10)) == b"cd"
+    assert list(read_text(find_corpus([name], newlines="drop"), 2, 6)) == []
+
+
+def test_text_of_a_prompt_is_converted_as_files_are() -> None:
+    assert convert(b"a b\r\nc_\n", "keep", "keep") == b"a b\r\nc_\n"
+    assert convert(b"a b\r\nc_\n", "eos", "keep") == b"a b\r\nc_\n"
+    assert convert(b"a b\r\nc_\n", "drop", "underscore") == b"a_b\rc_"
 
 
 @settings(max_examples=100, deadline=None)

@@ -3,7 +3,7 @@
 import json
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -17,16 +17,19 @@ from txlcli import UserError
 from txlcli.tokenizer import (
     Tokenizer,
     build_tokenizer,
+    corpus_words,
     default_vocab_size,
     load_tokenizer,
     pieces,
     units,
     words,
 )
+from txlcli.tokenizer.corpus_words import CorpusWordTokenizer
 from txlcli.tokenizer.pieces import PieceTokenizer
 from txlcli.tokenizer.words import WordTokenizer
 
-KINDS = ["byte", "char", "word", "sentencepiece"]
+# `eos` is `word` with newlines as <eos>.
+KINDS = ["byte", "char", "word", "eos", "sentencepiece"]
 LOSSLESS = ["byte", "char", "sentencepiece"]
 
 PROSE = (
@@ -39,7 +42,8 @@ PROSE = (
 def build(kind: str, text: str | bytes = PROSE, vocab_size: int | None = None, seed: int = 0) -> Tokenizer:
     source = text.encode() if isinstance(text, str) else text
     return build_tokenizer(
-        kind,
+        "word" if kind == "eos" else kind,
+        newlines="eos" if kind == "eos" else "keep",
         vocab_size=vocab_size,
         text=lambda: iter([source[i : i + 1000] for i in range(0, len(source), 1000)]),
         n_bytes=len(source),
@@ -89,6 +93,9 @@ stretches = st.one_of(
             "\ufffd".encode(),
             "東京".encode(),
             b"<unk>",
+            b"<eos>",
+            "\u3000".encode(),
+            b"\x85\x1c\xc2\xa0",
             b"</s>",
             b"<s>",
             b"<0x41>",
@@ -295,6 +302,140 @@ def test_counting_words_forgets_the_rare_ones_when_memory_is_full(monkeypatch: p
     assert set(tokenizer.tokens) == {"often", "\n"}
 
 
+# --- words of a corpus, newlines as <eos> ------------------------------------------------------------------
+
+
+def words_by_definition(text: bytes, vocabulary: Sequence[str]) -> list[str]:
+    """What `str.split` makes of each line, and `<eos>` for each newline."""
+    *lines, last = text.decode("utf-8", "surrogateescape").split("\n")
+    known = set(vocabulary) - {"<eos>"}
+    words_of = [[word if word in known else "<unk>" for word in line.split()] for line in (*lines, last)]
+    return [*(word for words in words_of[:-1] for word in (*words, "<eos>")), *words_of[-1]]
+
+
+SPACED = [b"a", b"bb", "東".encode(), b"<unk>", b"<eos>", b"\xe6\x9d", b" ", b"\n", b"\r\n", b"\t", b"\x1f"]
+spaced_texts = st.lists(
+    st.sampled_from([*SPACED, "\u3000".encode(), b"\xe3\x80", b"\x80", b"\xc2", b"  \n"]), max_size=30
+).map(b"".join)
+
+
+@settings(max_examples=300)
+@given(text=spaced_texts, cuts=st.lists(st.integers(0, 100), max_size=8))
+def test_corpus_words_are_those_of_str_split_in_any_chunks(text: bytes, cuts: list[int]) -> None:
+    tokenizer = build("eos", "a <unk> 東 a\nbb")
+    assert isinstance(tokenizer, CorpusWordTokenizer)
+    ids, ends = tokenizer.encode_with_ends(text)
+    assert [tokenizer.tokens[id] for id in ids.tolist()] == words_by_definition(text, tokenizer.tokens)
+    assert tokenizer.encode(text).tolist() == ids.tolist()
+    assert (ids.dtype, ends.dtype) == (np.int32, np.int64)
+    assert encode_in_chunks(tokenizer, text, cuts) == (ids.tolist(), ends.tolist())
+    assert not len(ends) or ends[-1] == len(text)
+    # Each token's bytes are white space and then the word, only the last has white space after it.
+    pieces_of = [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    for id, piece in zip(ids.tolist(), pieces_of, strict=True):
+        word = piece.decode("utf-8", "surrogateescape")
+        assert word.split() == ([] if id == tokenizer.newline_id else [word.strip()])
+        assert word.count("\n") == (id == tokenizer.newline_id)
+    for piece in pieces_of[:-1]:
+        last = piece.decode("utf-8", "surrogateescape")[-1]
+        assert last == "\n" or not last.isspace()
+
+
+@given(text=texts)
+def test_decoded_corpus_words_are_the_words_again(text: bytes) -> None:
+    if not text.decode(errors="replace").strip() or text.split() == [b"<eos>"]:
+        return
+    try:
+        tokenizer = CorpusWordTokenizer.build(iter([text]), None)
+    except UserError:
+        assert set(text.split()) <= {b"<eos>"}
+        return
+    ids = tokenizer.encode(text)
+    n_unknown = sum(word in ("<unk>", "<eos>") for word in text.decode("utf-8", "surrogateescape").split())
+    assert tokenizer.unknown_count(ids) == n_unknown
+    decoded = tokenizer.decode(ids.tolist())
+    assert tokenizer.encode(decoded).tolist() == ids.tolist()
+    assert b" \n" not in decoded
+    assert b"\n " not in decoded
+    assert b"  " not in decoded
+
+
+def test_a_vocabulary_of_corpus_words_is_eos_and_every_word() -> None:
+    text = " = Title = \n \n b <unk> b <unk> a c , b \n a <eos> c\u3000<unk> <unk>"
+    tokenizer = build("eos", text)
+    assert isinstance(tokenizer, CorpusWordTokenizer)
+    assert tokenizer.tokens == ("<eos>", "<unk>", "b", "=", "a", "c", ",", "Title")
+    assert tokenizer.newline_id == 0
+    assert tokenizer.control_ids == (1,)
+    assert not tokenizer.is_lossless
+    assert word_tokens(tokenizer, "a b \n\n<eos> <unk> d") == ["a", "b", "\n", "\n", *["<unk>"] * 3]
+    assert tokenizer.unknown_characters("d a <eos> <unk>\nd") == ["d", "<eos>"]
+    # Without an <unk> in the text it comes last, and within the bound in place of the rarest word.
+    for vocab_size, tokens in ((None, "a b c <unk>"), (4, "a b <unk>"), (3, "a <unk>")):
+        tokenizer = build("eos", "b c a\na b a", vocab_size=vocab_size)
+        assert isinstance(tokenizer, CorpusWordTokenizer)
+        assert tokenizer.tokens == ("<eos>", *tokens.split())
+        assert tokenizer.n_vocab == len(tokenizer.tokens)
+    assert build("eos", "<unk> <unk>").n_vocab == 2
+
+
+def test_no_eos_is_added_where_there_is_no_newline() -> None:
+    tokenizer = build("eos", "a b\nc")
+    for text in ("a b\nc", "a b\r\nc\r", " a\tb \n\u3000c "):
+        ids, ends = tokenizer.encode_with_ends(text.encode())
+        assert tokenizer.decode(ids.tolist()) == b"a b\nc"
+        assert ends[-1] == len(text.encode())
+    assert tokenizer.encode(b"\n\n").tolist() == [0, 0]
+    assert tokenizer.encode_with_ends(b" \t \r")[0].tolist() == []
+    assert tokenizer.encode_with_ends(b" \t \r")[1].tolist() == []
+    assert tokenizer.decode([1, 2], after=0) == b"a b"
+    assert tokenizer.decode([1, 2, 0, 1], after=3) == b" a b\na"
+
+
+def test_corpus_words_longer_than_a_unit_are_cut_and_kept_text_is_short() -> None:
+    tokenizer = build("eos", "x" * 4096 + " y\n")
+    # The word begins after a space or a newline; characters of 3 bytes are not cut.
+    for text, cut in (
+        (b"y " + b"x" * 10_000 + b" y\n", [1, 2 + 4096, 2 + 8192, 10_002, 10_004, 10_005]),
+        (b"\n" + "東".encode() * 3000, [1, 1 + 4095, 1 + 8190, 9001]),
+    ):
+        ids, ends = tokenizer.encode_with_ends(text)
+        assert ends.tolist() == cut
+        assert encode_in_chunks(tokenizer, text, [5, 4000, 4097, 4099, 9000]) == (ids.tolist(), cut)
+    # A run of white space is kept, and read in the time that its length takes.
+    spaces = b" " * 2**21
+    assert tokenizer.complete_prefix(b"y x\n y" + spaces) == 4
+    assert tokenizer.encode_with_ends(b"y" + spaces)[1].tolist() == [1 + 2**21]
+    rest, longest = b"", 0
+    for _ in range(40):
+        rest += b"x" * 50_000
+        rest = rest[tokenizer.complete_prefix(rest) :]
+        longest = max(longest, len(rest))
+    assert longest <= 4096
+
+
+def test_counting_corpus_words_forgets_the_rare_ones_when_memory_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(corpus_words, "MIN_COUNTED", 100)
+    text = "\n".join(f"w{number} often" for number in range(200_000)) + "\n"
+    tokenizer = build("eos", text, vocab_size=3)
+    assert isinstance(tokenizer, CorpusWordTokenizer)
+    assert tokenizer.tokens == ("<eos>", "often", "<unk>")
+
+
+def test_corpus_words_too_long_for_a_file_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus_words, "MAX_FILE_BYTES", 5_000_000)
+    text = "\n".join("字" * 900 + str(number) for number in range(1000))
+    with pytest.raises(UserError) as caught:
+        build("eos", text)
+    assert str(caught.value) == (
+        "corpus: its words are too long for a vocabulary; got 1,001 of 5 MB, at most 5 MB; give a smaller "
+        "--vocab-size, or --newlines keep for text that white space does not split into words"
+    )
+    assert build("eos", text, vocab_size=100).n_vocab == 100
+
+
 # --- what each vocabulary holds ----------------------------------------------------------------------------
 
 
@@ -382,6 +523,7 @@ def test_vocab_size_is_an_upper_bound(vocab_size: int) -> None:
         ("byte", 255, "256 or more (256 bytes)"),
         ("char", 3, "261 or more (256 bytes, 5 characters)"),
         ("word", 1, "2 or more (1 control id, 1 word)"),
+        ("eos", 2, "3 or more (2 control ids, 1 word)"),
         ("sentencepiece", 261, "262 or more (1 control id, 256 bytes, 5 characters)"),
     ],
 )
@@ -394,7 +536,8 @@ def test_a_bound_too_small_is_refused_naming_the_least(kind: str, vocab_size: in
 
 @pytest.mark.parametrize("text", ["", " \n\n", "\t\r\n"])
 def test_white_space_is_no_text_for_words_and_pieces(text: str) -> None:
-    for kind, what in (("word", "a vocabulary of words needs words"), ("sentencepiece", "pieces need words")):
+    needs = "a vocabulary of words needs words"
+    for kind, what in (("word", needs), ("eos", needs), ("sentencepiece", "pieces need words")):
         with pytest.raises(UserError) as caught:
             build(kind, text)
         assert str(caught.value) == (
@@ -497,9 +640,10 @@ def test_a_saved_vocabulary_is_the_same_when_loaded(kind: str, tmp_path: Path) -
     tokenizer.save(tmp_path)
     loaded = load_tokenizer(tmp_path)
     assert loaded == tokenizer
-    assert loaded.kind == kind
+    described = {"kind": "word", "newlines": "eos"} if kind == "eos" else {"kind": kind}
+    assert loaded.kind == described["kind"]
     assert loaded.fingerprint() == tokenizer.fingerprint()
-    assert loaded.describe() == {"kind": kind, "n_vocab": tokenizer.n_vocab}
+    assert loaded.describe() == {**described, "n_vocab": tokenizer.n_vocab}
     text = PROSE.encode() + bytes(range(256))
     np.testing.assert_array_equal(loaded.encode(text), tokenizer.encode(text))
     written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -549,6 +693,22 @@ WRONG_JSON = [
     (b'{"kind": "word", "tokens": ["a", "a"]}\n', "got a repeated string in `tokens`"),
     (b'{"kind": "word", "tokens": ["a", " b"]}\n', "got a token of a space and more"),
     (b'{"kind": "word", "tokens": ["\\ud83d"]}\n', "got a token that is no text"),
+    (b'{"kind": "word", "newlines": "keep", "tokens": ["a"]}\n', "its bytes are not as they were written"),
+    (b'{"kind": "word", "newlines": "eos"}\n', "expected `tokens` to be a list of strings"),
+    *(
+        (b'{"kind": "word", "newlines": "eos", "tokens": ' + tokens + b"}\n", reason)
+        for tokens, reason in (
+            (b"[]", "expected `tokens` to begin with <eos> and to hold <unk>"),
+            (b'["<unk>", "<eos>"]', "expected `tokens` to begin with <eos> and to hold <unk>"),
+            (b'["<eos>", "a"]', "expected `tokens` to begin with <eos> and to hold <unk>"),
+            (b'["<eos>", "<unk>", "<eos>"]', "got a repeated string in `tokens`"),
+            (b'["<eos>", "<unk>", ""]', "got a token that is empty or holds white space"),
+            (b'["<eos>", "<unk>", "a\\u3000b"]', "got a token that is empty or holds white space"),
+            (b'["<eos>", "<unk>", "\\n"]', "got a token that is empty or holds white space"),
+            (b'["<eos>", "<unk>", "\\ud800"]', "got a token that is no text"),
+            (b'["<eos>","<unk>"]', "its bytes are not as they were written"),
+        )
+    ),
     (b'{"kind": "sentencepiece"}\n', "expected `pieces` to be a list of strings"),
     (b'{"kind": "sentencepiece", "pieces": [""]}\n', "expected pieces of 1 to 16 characters"),
     (b'{"kind": "sentencepiece", "pieces": ["<unk>"]}\n', "expected pieces of 1 to 16 characters"),

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,10 +22,13 @@ from torch import Tensor
 
 from tests.tolerance import assert_same
 from txlcli import UserError, plan
-from txlcli.config import Config, ModelConfig, OptimConfig, from_flags
+from txlcli.api import load
+from txlcli.attention import BackendChoice, relative_attention
+from txlcli.config import FLAG, Config, ModelConfig, OptimConfig, Sourced, from_flags
 from txlcli.data import Batches, open_split
 from txlcli.model import TransformerXL
 from txlcli.run import Run, list_checkpoints, open_run, read_pointers
+from txlcli.tokenizer import load_tokenizer
 from txlcli.train import (
     Budget,
     Evaluated,
@@ -34,6 +38,7 @@ from txlcli.train import (
     NonFinite,
     Notice,
     Planned,
+    Progress,
     Ready,
     Sampled,
     Saved,
@@ -44,9 +49,11 @@ from txlcli.train import (
     evaluating,
     learning_rate,
     loop,
+    preparing,
     train,
 )
 from txlcli.train.optim import build_optimizers, is_hidden_matrix, set_learning_rate
+from txlcli.train.preparing import choose_attention
 from txlcli.train.state import TrainState, optimize
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "then", "some", "more", "ox")
@@ -855,3 +862,241 @@ def test_muon_leaves_the_distance_projection_alone() -> None:
     assert not [
         name for name in taken if ".r." in name or "embed" in name or "bias" in name or "norm" in name
     ]
+
+
+# what is drawn to zero, and what has no gradient
+
+KINDS: dict[str, dict[str, Any]] = {
+    "relative": {},
+    "biases of each layer": {"untie_r": True},
+    "shaw": {"position": "shaw", "max_relative_position": 2},
+    "sinusoid": {"position": "sinusoid"},
+    "learned": {"position": "learned"},
+    "clusters": {"cutoffs": (5, 10), "div_val": 2, "tied": False, "tie_projs": "none"},
+    "one table": {"cutoffs": (5, 10), "d_embed": 8, "tie_projs": "tail"},
+}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weight_decay_pulls_on_matrices_and_tables(kind: str, optimizer: Any) -> None:
+    if optimizer == "muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
+    model = tiny_model(**KINDS[kind])
+    optimizers = build_optimizers(model, OptimConfig(optimizer=optimizer, weight_decay=0.1)).values()
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    names = {id(p): name for name, p in model.named_parameters()}
+    decayed, free = (
+        {names[id(p)] for group in groups for p in group["params"] if bool(group["weight_decay"]) is wanted}
+        for wanted in (True, False)
+    )
+    assert not decayed & free
+    assert decayed | free == set(names.values())
+    kinds_of_free = {name.rpartition(".")[2] for name in free}
+    assert kinds_of_free <= {"bias", "weight", "content_bias", "position_bias", "cluster_bias"}
+    assert all("norm" in name for name in free if name.endswith(".weight"))
+    tables = {name for name in decayed if not name.startswith("layers.")}
+    expected = {
+        "shaw": {"embed.weight"},
+        "learned": {"embed.weight", "positions.weight"},
+        "clusters": {
+            f"{part}.{place}.{i}"
+            for part in ("embed", "head")
+            for place in ("weights", "projections")
+            for i in range(3)
+        }
+        | {"head.cluster_weight"},
+        "one table": {"embed.weight", "embed.projections.0", "head.projections.0", "head.cluster_weight"},
+    }
+    assert tables == expected.get(kind, {"embed.weight"})
+    assert ("layers.1.attention.r.keys" in decayed) == ("layers.0.attention.r.values" in decayed)
+    assert ("layers.1.attention.r.keys" in decayed) == (kind == "shaw")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_muon_takes_the_same_matrices_in_every_scheme(kind: str) -> None:
+    taken = [name for name, p in tiny_model(**KINDS[kind]).named_parameters() if is_hidden_matrix(name, p)]
+    assert taken == [name for name, p in tiny_model().named_parameters() if is_hidden_matrix(name, p)]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd", "muon"])
+def test_a_step_leaves_what_no_token_touched(optimizer: Any) -> None:
+    if optimizer == "muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
+    model = tiny_model(cutoffs=(5, 10), div_val=2, tied=False, tie_projs="none")
+    optimizers = list(build_optimizers(model, OptimConfig(optimizer=optimizer, weight_decay=0.1)).values())
+    set_learning_rate(optimizers, 0.01)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    tokens = torch.tensor([[1, 2, 12, 13]])
+    model(tokens, None, tokens)[0].sum().backward()
+    untouched = {"head.weights.1", "head.projections.1"}
+    assert {name for name, p in model.named_parameters() if p.grad is None} == untouched
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    for each in optimizers:
+        each.step()
+    assert untouched == {name for name, p in model.named_parameters() if torch.equal(before[name], p)}
+
+
+@pytest.mark.parametrize("clip", [0.25, 0.0])
+def test_parts_of_which_some_miss_a_cluster_give_the_result_of_one(tmp_path: Path, clip: float) -> None:
+    (tmp_path / "words.txt").write_text("ox and " * 60 + "fox dog cat " * 20)
+    ready = make_run(tmp_path, tokenizer="word", cutoffs=(5,), div_val=2, tied=False, tie_projs="none")
+    torch.set_default_dtype(torch.float64)
+    try:
+        results = []
+        for n_parts in (1, 4):
+            config = replace(ready.config, optim=replace(ready.config.optim, accumulate=n_parts))
+            batches = Batches(open_split(ready.run.folder, "train"), 4, 8)
+            n_vocab = load_tokenizer(ready.run.tokenizer_folder).n_vocab
+            state = TrainState.start(config, batches, n_vocab, device=torch.device("cpu"), precision="fp32")
+            steps = [optimize(state, rate=0.01, clip=clip) for _ in range(5)]
+            results.append([[step.loss, step.grad_norm] for step in steps])
+            state.batches.store.close()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same(*(torch.tensor(result, dtype=torch.float64) for result in results))
+
+
+def test_the_estimate_of_memory_knows_clusters_and_tables(tmp_path: Path) -> None:
+    config = Config(model=ModelConfig(tgt_len=256, mem_len=0), optim=OptimConfig(batch_size=32))
+    n_vocab = 50_000
+
+    def estimate(**changes: Any) -> int:
+        return cost.memory_bytes(replace(config, model=replace(config.model, **changes)), n_vocab)
+
+    plain, clustered = estimate(), estimate(cutoffs=(5_000, 20_000))
+    # Of 50,000 logits a token, 5,002 and a tenth of half the others are left.
+    saved = 3.5 * 32 * 256 * (50_000 - 5_002 - 2_250) * 4
+    assert plain - clustered == pytest.approx(cost._WASTE * saved, rel=0.02)
+    assert cost.count_parameters(replace(config.model, position="learned"), n_vocab)[1] > 0
+    assert estimate(position="learned", tgt_len=257) > 0
+
+
+def test_cutoffs_that_a_vocabulary_does_not_have_are_refused_at_their_place(tmp_path: Path) -> None:
+    ready = make_run(tmp_path, tokenizer="word", cutoffs=(5,))
+    text = ready.run.config_path.read_text()
+    assert text.count("cutoffs: [5]") == 1
+    ready.run.config_path.write_text(text.replace("cutoffs: [5]", "cutoffs: [5, 5000]"))
+    with pytest.raises(UserError, match=r"config\.yaml:[0-9]+: .*cutoffs must stay below the vocabulary of"):
+        list(train(ready.run, open_config(ready.run)))
+
+
+# clusters, schemes and attention on the way from flags to a run
+
+
+def test_clusters_are_derived_from_the_vocabulary_that_the_text_gives(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(plan, "ADAPTIVE_FROM", 17)
+    ready = make_run(tmp_path, tokenizer="word", div_val=2)
+    n_vocab = load_tokenizer(ready.run.tokenizer_folder).n_vocab
+    assert n_vocab == 17
+    assert ready.config.model.cutoffs == open_config(ready.run).model.cutoffs == (1, 2, 13)
+    assert ready.origins["cutoffs"] == "plan: for a vocabulary of 17"
+    assert "cutoffs: [1, 2, 13]" in ready.run.config_path.read_text()
+    assert np.isfinite(losses(train_run(tmp_path, "trained", tokenizer="word", div_val=2)[0])).all()
+
+
+@pytest.mark.parametrize("kind", ["byte", "char", "word", "sentencepiece"])
+def test_clusters_beyond_the_vocabulary_are_refused_before_the_text_is_encoded(
+    tmp_path: Path, kind: str
+) -> None:
+    corpus = write_corpus(tmp_path, 3000)
+    flags = {**TINY, "corpus": (str(corpus),), "tokenizer": kind, "cutoffs": (20_000, 40_000)}
+    events = []
+    with pytest.raises(UserError) as error:
+        events.extend(begin(from_flags(flags), out=tmp_path / "run"))
+    message = (
+        r"--cutoffs: must stay below the vocabulary of \d+; got 20000,40000; give smaller ones, or auto "
+    )
+    assert re.match(message, str(error.value))
+    assert not any(event.stage.startswith("encoding") for event in of_kind(events, Progress))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["words.txt"]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "floor"),
+    [("abc" * 400, "char", 0.0), ("a" * 1200, "char", 0.0), ("", "word", math.log(50))],
+)
+def test_small_vocabularies_asked_for_clusters_train_towards_their_floor(
+    tmp_path: Path, text: str, kind: str, floor: float
+) -> None:
+    chooser = random.Random(0)
+    words = [f"w{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(50)]
+    (tmp_path / "words.txt").write_text(text or " ".join(chooser.choices(words, k=3000)))
+    flags = {
+        "cutoffs": "auto",
+        "div_val": 4,
+        "lr": 0.03,
+        "steps": 60,
+        "eval_every": 60,
+        "save_every": 60,
+        "tgt_len": 16,
+    }
+    run, _ = train_run(tmp_path, tokenizer=kind, **flags)
+    assert open_config(run).model.cutoffs == ()
+    # After 60 steps no more than a tenth of a nat is left to learn.
+    assert abs(np.mean(losses(run)[-5:]) - floor) < 0.1
+
+
+@pytest.mark.parametrize("mem_len", [0, 8])
+def test_words_in_clusters_train_in_half_precision(tmp_path: Path, mem_len: int) -> None:
+    flags = {"tokenizer": "word", "cutoffs": (4, 9), "div_val": 2, "mem_len": mem_len}
+    run, events = train_run(tmp_path, precision="bf16", **flags)
+    assert np.isfinite(losses(run)).all()
+    assert isinstance(events[-1], Finished)
+    scores = [load(run.folder, precision=name).score(tmp_path / "words.txt") for name in ("fp32", "bf16")]
+    assert abs(scores[0].nll - scores[1].nll) < 0.02  # what the half type may cost; measured: 0.001
+
+
+@pytest.fixture
+def no_value_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose best attention, `fast`, takes no rows of distances for the values."""
+
+    def choose(name: str, *, has_values: bool = False) -> BackendChoice:
+        if name == "eager" or has_values:
+            return BackendChoice("eager", relative_attention, f"{name} takes no rows for the values")
+        return BackendChoice("fast", relative_attention, "the fastest here")
+
+    monkeypatch.setattr(preparing, "choose_backend", choose)
+
+
+@pytest.mark.usefixtures("no_value_rows")
+def test_a_fall_back_of_attention_is_told_once_with_its_reason(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path)
+    flags = {**TINY, "corpus": (str(corpus),), "position": "shaw"}
+    events = list(begin(from_flags(flags), out=tmp_path / "run"))
+    told = [event.text for event in of_kind(events, Notice) if "attention" in event.text]
+    assert told == ["attention: auto takes no rows for the values, using eager"]
+    (planned,) = of_kind(events, Planned)
+    assert (planned.summary.attention, events[-1].config.machine.attention) == ("eager", "eager")
+    for unaffected in ({"shaw_values": False}, {"attention": "eager"}):
+        events = list(
+            begin(from_flags({**flags, "steps": 1, "attention": "eager", **unaffected}), dry_run=True)
+        )
+        assert not [event for event in of_kind(events, Notice) if "attention" in event.text]
+
+
+@pytest.mark.usefixtures("no_value_rows")
+def test_attention_named_on_the_command_line_is_refused_and_in_a_file_replaced() -> None:
+    scheme = {"position": Sourced("shaw", FLAG)}
+    with pytest.raises(UserError) as error:
+        choose_attention(scheme | {"attention": Sourced("fast", FLAG)})
+    assert str(error.value) == (
+        "--attention: cannot run this model; got `fast`; fast takes no rows for the values; leave it out, "
+        "or give eager"
+    )
+    told = "fast takes no rows for the values, using eager"
+    assert choose_attention(scheme | {"attention": Sourced("fast", "c.yaml:9")}) == ("eager", told)
+    assert choose_attention({"attention": Sourced("fast", FLAG)}) == ("fast", None)
+    assert choose_attention({}) == ("fast", None)
+
+
+def test_learned_positions_start_another_run_at_their_own_length(tmp_path: Path) -> None:
+    first, _ = train_run(tmp_path, "first", position="learned", steps=2)
+    free = dict.fromkeys(("tokenizer", "n_layer", "d_model", "n_head", "tgt_len"))
+    second, _ = train_run(tmp_path, "second", **free, init=str(first.folder), mem_len=3, steps=2)
+    assert open_config(second).model.tgt_len == 8
+    with pytest.raises(UserError, match=r"^--tgt-len: comes with --init and its learned positions; got 4, "):
+        make_run(tmp_path, "third", **{**free, "tgt_len": 4}, init=str(first.folder))
+    assert not (tmp_path / "third").exists()

@@ -120,7 +120,10 @@ class LanguageModel:
 
     def read_prompt(self, prompt: str | bytes) -> Prompt:
         """Turn a prompt into tokens; its notices name characters that the vocabulary does not have."""
-        return encode_prompt(self.tokenizer, prompt, self.start_id)
+        data = self.config.data
+        return encode_prompt(
+            self.tokenizer, prompt, self.start_id, newlines=data.newlines, spaces=data.spaces
+        )
 
     # Scoring
 
@@ -199,7 +202,9 @@ class LanguageModel:
         changes: dict[str, Any] = {  # Any: each setting's own type, which `check` sees to
             name: check(leaf(name), value) for name, value in given.items() if value is not None
         }
-        return self.model.lengths._replace(**changes)
+        lengths = self.model.lengths._replace(**changes)
+        self.model.refuse_lengths(lengths)
+        return lengths
 
     @contextmanager
     def _encoded(self, text: str | bytes | Path, encoding: str) -> Iterator[tuple[TokenStore, Counts, str]]:
@@ -212,8 +217,15 @@ class LanguageModel:
                 path.write_bytes(to_bytes(text, place))
                 encoding = "utf-8" if isinstance(text, str) else encoding
             try:
-                errors, raw = self.config.data.encoding_errors, self.tokenizer.kind == "byte"
-                corpus = find_corpus([str(path)], encoding=encoding, errors=errors, raw=raw)
+                data = self.config.data
+                corpus = find_corpus(
+                    [str(path)],
+                    encoding=encoding,
+                    errors=data.encoding_errors,
+                    raw=self.tokenizer.kind == "byte",
+                    newlines=data.newlines,
+                    spaces=data.spaces,
+                )
                 for _ in encode_text(corpus, self.tokenizer, folder):
                     pass  # progress, which nobody watches here
             except UserError as error:

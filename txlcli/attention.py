@@ -19,25 +19,28 @@ from txlcli import UserError
 
 
 class RelativeBias(NamedTuple):
-    """What positions add to the scores: distance keys and the two learned query biases.
+    """What distances add to attention: keys, the two query biases of Transformer-XL, rows for the values.
 
     Attributes:
         r: Keys of the distances R-1, ..., 1, 0 (farthest first, as the keys are ordered), [H, R, E] with R
             >= S; the last S rows are used, so that one table serves every shorter span.
-        u: Content bias, [H, E] (the paper's u).
-        w: Position bias, [H, E] (the paper's v; v is values here).
+        u: Content bias, [H, E] (the paper's u); None: none.
+        w: Position bias, [H, E] (the paper's v; v is values here); None: none.
+        values: What a distance adds to the value that is read there, [H, R, E], in the order of `r`; None:
+            position does not enter the values.
     """
 
     r: Float[Tensor, "H R E"]
-    u: Float[Tensor, "H E"]
-    w: Float[Tensor, "H E"]
+    u: Float[Tensor, "H E"] | None = None
+    w: Float[Tensor, "H E"] | None = None
+    values: Float[Tensor, "H R E"] | None = None
 
 
 def relative_attention(
     q: Float[Tensor, "B H T E"],
     k: Float[Tensor, "B H S E"],
     v: Float[Tensor, "B H S E"],
-    bias: RelativeBias,
+    bias: RelativeBias | None = None,
     *,
     first: Int[Tensor, "B T"] | None = None,
     dropout: float = 0.0,
@@ -45,9 +48,11 @@ def relative_attention(
     """Attend from a segment to its memory and itself; the eager form, which is the specification.
 
         score[i, j] = ((q_i + u) . k_j + (q_i + w) . r_{i-j}) / sqrt(E)          Dai et al. 2019, sec. 3.3
+        out[i] = sum_j softmax(score[i])_j (v_j + values_{i-j})                  Shaw et al. 2018, eq. 3 and 4
 
-    Keys are memory first, then the segment, so query i stands at key M + i, where M = S - T, and sees keys
-    j <= M + i. For T = 2, M = 3 (1 = visible):
+    In Shaw's form u and w are absent, in Dai's the rows of `values` are; without a bias this is plain
+    attention. Keys are memory first, then the segment, so query i stands at key M + i, where M = S - T, and
+    sees keys j <= M + i. For T = 2, M = 3 (1 = visible):
 
         1 1 1 1 0
         1 1 1 1 1
@@ -57,8 +62,8 @@ def relative_attention(
     Args:
         q: Queries of the segment.
         k: Keys of memory and segment.
-        v: Values of memory and segment; position does not enter them.
-        bias: Distance keys and query biases.
+        v: Values of memory and segment.
+        bias: What distances add; None: nothing.
         first: The first key that each query may see (same_length, document starts, padding); None: all.
         dropout: Probability of dropping an attention weight.
 
@@ -66,14 +71,23 @@ def relative_attention(
         The attended values, in the type of `v`.
     """
     n_queries, n_keys = q.shape[-2], k.shape[-2]
-    content = (q + bias.u[:, None]) @ k.mT  # [B, H, T, S]
-    by_distance = (q + bias.w[:, None]) @ bias.r[:, -n_keys:].mT  # [B, H, T, R], farthest first
-    scores = (content + align(by_distance)) / math.sqrt(q.shape[-1])
+    if bias is None:
+        scores = q @ k.mT  # [B, H, T, S]
+    else:
+        content = (q if bias.u is None else q + bias.u[:, None]) @ k.mT  # [B, H, T, S]
+        queries = q if bias.w is None else q + bias.w[:, None]
+        by_distance = queries @ bias.r[:, -n_keys:].mT  # [B, H, T, R], farthest first
+        scores = content + align(by_distance)
+    scores = scores / math.sqrt(q.shape[-1])
 
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     hidden = hidden_keys(n_queries, n_keys, first, q.device)
     weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
-    return F.dropout(weights, dropout).to(v.dtype) @ v
+    weights = F.dropout(weights, dropout).to(v.dtype)
+    out = weights @ v
+    if bias is not None and bias.values is not None:
+        out = out + unalign(weights) @ bias.values[:, -n_keys:].to(v.dtype)
+    return out
 
 
 def align(by_distance: Float[Tensor, "B H T S"]) -> Float[Tensor, "B H T S"]:
@@ -84,13 +98,22 @@ def align(by_distance: Float[Tensor, "B H T S"]) -> Float[Tensor, "B H T S"]:
         out[i, j] = in[i, j + T - 1 - i]        wherever key j is visible, j <= M + i;
 
     elsewhere the value is meaningless and must be masked. In a matrix with one more column than S this is a
-    plain
-    reshape: leaving out the first T entries, rows one element shorter start one element later each.
+    plain reshape: leaving out the first T - 1 entries, rows one element shorter start one element later each.
     """
     n_queries, n_keys = by_distance.shape[-2:]
     padded = F.pad(by_distance, (0, 1))  # [B, H, T, S+1]
     flat = padded.flatten(-2)[..., n_queries - 1 : n_queries - 1 + n_queries * n_keys]
     return flat.reshape(by_distance.shape)
+
+
+def unalign(by_key: Float[Tensor, "B H T S"]) -> Float[Tensor, "B H T S"]:
+    """Move attention weights from columns of keys to columns of distance; undoes `align`.
+
+    Where a key is hidden its weight must be 0; distances that a query does not have get 0.
+    """
+    n_queries, n_keys = by_key.shape[-2:]
+    flat = F.pad(by_key.flatten(-2), (n_queries - 1, 1))
+    return flat.reshape(*by_key.shape[:-1], n_keys + 1)[..., :n_keys]
 
 
 def hidden_keys(
@@ -107,7 +130,20 @@ def hidden_keys(
 
 AttentionBackend = Callable[..., Tensor]
 
-BACKENDS: dict[str, AttentionBackend] = {"eager": relative_attention}
+
+class Backend(NamedTuple):
+    """A form of the attention operation.
+
+    Attributes:
+        attend: A function with the signature of `relative_attention`.
+        takes_values: Whether it takes rows of distances for the values.
+    """
+
+    attend: AttentionBackend
+    takes_values: bool
+
+
+BACKENDS: dict[str, Backend] = {"eager": Backend(relative_attention, takes_values=True)}
 
 
 class BackendChoice(NamedTuple):
@@ -118,8 +154,13 @@ class BackendChoice(NamedTuple):
     reason: str
 
 
-def choose_backend(name: str) -> BackendChoice:
+def choose_backend(name: str, *, has_values: bool = False) -> BackendChoice:
     """Return the backend for a requested name; `auto` takes the fastest that runs here.
+
+    Args:
+        name: A backend's name, or `auto`.
+        has_values: The model adds rows of distances to the values (Shaw et al. 2018); a backend that does not
+            take them gives way to the eager form, which the reason says.
 
     Raises:
         UserError: there is no backend of that name.
@@ -130,4 +171,7 @@ def choose_backend(name: str) -> BackendChoice:
         raise UserError(
             f"--attention: unknown backend; got `{name}`; choose from auto, {', '.join(BACKENDS)}"
         )
-    return BackendChoice(name, BACKENDS[name], "asked for")
+    if has_values and not BACKENDS[name].takes_values:
+        reason = f"{name} takes no rows of distances for the values (--shaw-values)"
+        return BackendChoice("eager", relative_attention, reason)
+    return BackendChoice(name, BACKENDS[name].attend, "asked for")

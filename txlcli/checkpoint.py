@@ -16,8 +16,9 @@ safetensors file holds a path, a date or a duration: equal runs write equal byte
 appears whole or not at all.
 
 Readers treat the files as a stranger's. Nothing is unpickled. Every size is held against the size of the file
-before anything is allocated: a model is built only if the file is large enough for its matrices. Names,
-shapes and types must match exactly.
+before anything is allocated: a model is built only if the file is large enough for its matrices and tables.
+Names, shapes and types must match exactly. A setting that a file does not name has its default: the file was
+written before there was this setting.
 """
 
 import json
@@ -34,9 +35,10 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from txlcli import UserError
-from txlcli.config import Config, ModelConfig, build, read_settings
+from txlcli.adaptive import Clusters
+from txlcli.config import Config, ModelConfig, SettingError, blame, build, build_section, read_settings
 from txlcli.files import folder_whole, open_regular, read_at, read_bounded
-from txlcli.model import TransformerXL
+from txlcli.model import TransformerXL, clusters_of
 from txlcli.run import Run, choose_checkpoint, dump_json, parse_json, step_of
 from txlcli.tokenizer import Tokenizer, load_tokenizer
 
@@ -141,8 +143,13 @@ def load_model(run: Run, which: str = "best", device: str | torch.device = "cpu"
         UserError: a file is missing, damaged, no safetensors, or does not belong to this run.
     """
     path = choose_checkpoint(run, which)
-    config = build(read_settings(run.config_path))
+    settings = read_settings(run.config_path)
+    config = build(settings)
     tokenizer = load_tokenizer(run.tokenizer_folder)
+    try:
+        config.model.check_vocabulary(tokenizer.n_vocab)
+    except SettingError as error:
+        raise blame(error, settings) from None
     with _open_tensors(path / _WEIGHTS) as file:
         described = _read_description(path / _WEIGHTS, file.metadata())
         _check_tokenizer(path, described, tokenizer, run)
@@ -230,9 +237,11 @@ def _check_tokenizer(path: Path, described: Mapping[str, Any], tokenizer: Tokeni
 
 
 def _check_settings(path: Path, described: Mapping[str, Any], config: ModelConfig) -> None:
-    settings = _model_settings(config)
-    for name in sorted(settings.keys() | described["model"].keys()):
-        expected, found = described["model"].get(name), settings.get(name)
+    written: ModelConfig = build_section(
+        "model", described["model"], f"{path / _WEIGHTS}: metadata `{_METADATA_KEY}`"
+    )
+    for name in sorted(leaf.name for leaf in fields(ModelConfig)):
+        expected, found = getattr(written, name), getattr(config, name)
         if expected != found:
             raise UserError(
                 f"{path}: written for {name} {_show(expected)}, config.yaml says {_show(found)}; "
@@ -241,18 +250,34 @@ def _check_settings(path: Path, described: Mapping[str, Any], config: ModelConfi
 
 
 def _check_size(path: Path, config: ModelConfig, n_vocab: int) -> None:
-    """Refuse a file that is too small for the model's matrices, before the model is built.
+    """Refuse a file that is too small for the model's matrices and tables, before the model is built.
 
     Building it on torch's meta device would check every shape first, but loads a second's worth of modules.
     """
-    attention = 5 * config.d_model * config.n_head * config.d_head
-    feedforward = 2 * config.d_model * config.d_inner
-    least = 4 * (n_vocab * config.d_model + config.n_layer * (attention + feedforward))
+    width, clusters = config.n_head * config.d_head, clusters_of(config, n_vocab)
+    attention, n_positions = 4 * config.d_model * width, 0
+    if config.position == "relative":
+        attention += config.d_model * width
+    elif config.position == "shaw":
+        assert config.max_relative_position is not None, "settled by the config"
+        attention += (1 + config.shaw_values) * width * (config.max_relative_position + 1)
+    elif config.position == "learned":
+        n_positions = config.tgt_len * config.d_model
+    layers = config.n_layer * (attention + 2 * config.d_model * config.d_inner)
+    least = 4 * (_vocabulary_numbers(config, clusters) + layers + n_positions)
     size = path.stat().st_size
     if size < least:
         raise UserError(
             f"{path}: too small for this model; got {size:,} bytes, the weights take {least:,}; {_REMEDY}"
         )
+
+
+def _vocabulary_numbers(config: ModelConfig, clusters: Clusters) -> int:
+    """Count what embedding and head hold, but for biases."""
+    tables = sum(size * width for size, width in zip(clusters.sizes, clusters.widths, strict=True))
+    own = sum(config.d_model * clusters.widths[i] for i in clusters.output_projections(config.tie_projs))
+    head = own + clusters.n_tail * clusters.d_embed + (0 if config.tied else tables)
+    return clusters.n_embedding + head
 
 
 def _check_tensors(path: Path, file: Any, expected: Mapping[str, Tensor]) -> None:
@@ -283,9 +308,11 @@ def _copy_tensors(file: Any, model: nn.Module) -> None:
 
 
 def _model_settings(config: ModelConfig) -> dict[str, Any]:
-    """List the model's settings; each is a plain JSON value."""
+    """List the model's settings; each is a plain JSON value, a tuple becoming a list."""
     return {leaf.name: getattr(config, leaf.name) for leaf in fields(config)}
 
 
 def _show(value: object) -> str:
-    return "nothing" if value is None else str(value)
+    if isinstance(value, tuple):
+        value = ",".join(map(str, value[:20]))
+    return "nothing" if value in (None, "") else str(value)[:100]

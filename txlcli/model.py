@@ -1,9 +1,9 @@
 """Transformer-XL (Dai et al. 2019): attention over a segment and a memory of the segments before it.
 
-    h_0     = sqrt(D) E[tokens]
+    h_0     = sqrt(D) E[tokens]                    + positions, where they are absolute; see positions.py
     h~_n    = [memory_n, h_n]                          memory_n: earlier inputs of layer n, no gradient
     q, k, v = h_n W_q, h~_n W_k, h~_n W_v
-    a_n     = attention(q, k, v, R W_r, u, w)          see attention.py
+    a_n     = attention(q, k, v, R W_r, u, w)          see attention.py; other schemes give it other rows
     h_{n+1} = h' + FF(h'),  h' = h_n + a_n W_o         each sum behind a LayerNorm (post) or each branch (pre)
 
 Two ways lead through a layer, equal in exact arithmetic. Training stores the *inputs* of each layer as
@@ -20,11 +20,19 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from txlcli import UserError
+from txlcli.adaptive import AdaptiveEmbedding, AdaptiveHead, Clusters
 from txlcli.attention import BackendChoice, RelativeBias, choose_backend
 from txlcli.config import ModelConfig
-from txlcli.positions import relative_sinusoids
+from txlcli.positions import (
+    AbsoluteSinusoids,
+    LearnedDistances,
+    LearnedPositions,
+    SinusoidKeys,
+    farthest_first,
+    relative_sinusoids,
+)
 
-INIT_STD = 0.02
 LAYER_NORM_EPS = 1e-5
 
 
@@ -66,9 +74,16 @@ class Lengths(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The last inputs of each layer, detached: N tensors [B, M, D] in float32 at least, M <= mem_len."""
+    """What a segment leaves to the next one of the same streams.
+
+    Attributes:
+        hidden: The last inputs of each layer, detached: N tensors [B, M, D] in float32 at least, M <=
+            mem_len.
+        position: Position in the text of each stream's next token, counted from where its memory was empty.
+    """
 
     hidden: tuple[Tensor, ...]
+    position: Int[Tensor, " B"]
 
 
 class KVCache(NamedTuple):
@@ -80,7 +95,8 @@ class KVCache(NamedTuple):
     Attributes:
         keys: N buffers [B, H, C, E], C = mem_len + tgt_len; rows are memory, then segment, then unused.
         values: The same for values.
-        distance_keys: N tables [H, C, E] of projected distances, farthest first.
+        biases: What each layer's attention adds by distance, for C distances; None in absolute schemes.
+        position: Position in the text of the first token of each stream's segment, [B].
         n_memory: Rows of memory, at most mem_len.
         n_segment: Rows of the current segment, at most tgt_len.
         lengths: The lengths that the cache was made for.
@@ -88,7 +104,8 @@ class KVCache(NamedTuple):
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
-    distance_keys: tuple[Tensor, ...]
+    biases: tuple[RelativeBias | None, ...]
+    position: Int[Tensor, " B"]
     n_memory: int
     n_segment: int
     lengths: Lengths
@@ -98,19 +115,22 @@ class KVCache(NamedTuple):
         return self._replace(
             keys=tuple(buffer.repeat(n_streams, 1, 1, 1) for buffer in self.keys),
             values=tuple(buffer.repeat(n_streams, 1, 1, 1) for buffer in self.values),
+            position=self.position.repeat(n_streams),
         )
 
 
 class Attention(nn.Module):
     """The attention branch of a layer: projections around `relative_attention`."""
 
-    def __init__(self, d_model: int, n_head: int, d_head: int, dropatt: float, eps: float) -> None:
+    def __init__(
+        self, d_model: int, n_head: int, d_head: int, distances: nn.Module | None, dropatt: float, eps: float
+    ) -> None:
         super().__init__()
         self.n_head, self.dropatt = n_head, dropatt
         self.q = nn.Linear(d_model, n_head * d_head, bias=False)
         self.k = nn.Linear(d_model, n_head * d_head, bias=False)
         self.v = nn.Linear(d_model, n_head * d_head, bias=False)
-        self.r = nn.Linear(d_model, n_head * d_head, bias=False)
+        self.r = distances
         self.o = nn.Linear(n_head * d_head, d_model, bias=False)
         self.norm = nn.LayerNorm(d_model, eps=eps)
         self.attend = choose_backend("auto").attend
@@ -125,16 +145,12 @@ class Attention(nn.Module):
         """Project rows of memory or segment; a row's result depends on that row alone."""
         return self.heads(self.k(rows)), self.heads(self.v(rows))
 
-    def distance_keys(self, sinusoids: Float[Tensor, "R D"]) -> Float[Tensor, "H R E"]:
-        """Project the sinusoids of distances, W_r R in the paper."""
-        return self.heads(self.r(sinusoids)[None])[0]
-
     def forward(
         self,
         rows: Float[Tensor, "B T D"],
         k: Float[Tensor, "B H S E"],
         v: Float[Tensor, "B H S E"],
-        bias: RelativeBias,
+        bias: RelativeBias | None,
         first: Int[Tensor, "B T"] | None,
     ) -> Float[Tensor, "B T D"]:
         """Attend from `rows` of the segment to the given keys and values."""
@@ -168,7 +184,7 @@ class Layer(nn.Module):
         super().__init__()
         self.is_prenorm, self.dropout = config.norm == "pre", config.dropout
         self.attention = Attention(
-            config.d_model, config.n_head, config.d_head, config.dropatt, LAYER_NORM_EPS
+            config.d_model, config.n_head, config.d_head, _distances(config), config.dropatt, LAYER_NORM_EPS
         )
         self.feedforward = FeedForward(config.d_model, config.d_inner, config.dropout, LAYER_NORM_EPS)
 
@@ -183,7 +199,7 @@ class Layer(nn.Module):
         rows: Float[Tensor, "B T D"],
         k: Float[Tensor, "B H S E"],
         v: Float[Tensor, "B H S E"],
-        bias: RelativeBias,
+        bias: RelativeBias | None,
         first: Int[Tensor, "B T"] | None,
     ) -> Float[Tensor, "B T D"]:
         """Return the layer's output for the segment's inputs `x`, whose `attention_rows` are `rows`."""
@@ -202,33 +218,57 @@ class TransformerXL(nn.Module):
 
     `forward(tokens, memory, targets)` is `hidden_states(tokens, memory)` and the loss; `extend(tokens,
     cache)` is the same computation for inference.
+
+    Raises:
+        UserError: the settings do not fit a vocabulary of this size.
     """
 
     def __init__(self, config: ModelConfig, n_vocab: int) -> None:
         super().__init__()
         self.lengths = Lengths(config.tgt_len, config.mem_len, config.clamp_len, config.same_length)
-        self.dropout = config.dropout
-        self.embed = nn.Embedding(n_vocab, config.d_model)
-        self.head = Head(config.d_model, n_vocab, tied=config.tied)
-        self.content_bias = nn.Parameter(torch.empty(config.n_head, config.d_head))
-        self.position_bias = nn.Parameter(torch.empty(config.n_head, config.d_head))
+        self.scheme, self.dropout = config.position, config.dropout
+        self.d_model, self.n_head, self.d_head = config.d_model, config.n_head, config.d_head
+        clusters = clusters_of(config, n_vocab)
+        self.embed = AdaptiveEmbedding(clusters)
+        self.head = AdaptiveHead(clusters, tied=config.tied, tie_projs=config.tie_projs)
+        # The paper's u and v: one pair for all layers, or one a layer.
+        shape: tuple[int, ...] = (config.n_head, config.d_head)
+        if config.untie_r:
+            shape = (config.n_layer, *shape)
+        is_relative = config.position == "relative"
+        self.content_bias = nn.Parameter(torch.empty(shape)) if is_relative else None
+        self.position_bias = nn.Parameter(torch.empty(shape)) if is_relative else None
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layer))
         self.norm = (
             nn.LayerNorm(config.d_model, eps=LAYER_NORM_EPS) if config.norm == "pre" else nn.Identity()
         )
-        if self.embed.weight.device.type != "meta":  # shapes alone need no numbers, and drawing them is slow
-            self.initialize()
+        self.positions = _positions(config)
+        if self.device.type != "meta":  # shapes alone need no numbers, and drawing them is slow
+            self.initialize(config.init_std, config.proj_init_std)
 
     @torch.no_grad()
-    def initialize(self) -> None:
-        """Draw the weights as the authors do: N(0, 0.02), LayerNorm weights N(1, 0.02), biases 0."""
+    def initialize(self, std: float, proj_std: float) -> None:
+        """Draw the weights as the authors do.
+
+        N(0, std), the projections of embeddings N(0, proj_std), LayerNorm weights N(1, std), biases 0.
+        """
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):
-                parameter.normal_(1.0, INIT_STD)
-            elif name.endswith(".bias"):
+                parameter.normal_(1.0, std)
+            elif name.endswith((".bias", "cluster_bias")):
                 parameter.zero_()
             else:
-                parameter.normal_(0.0, INIT_STD)
+                parameter.normal_(0.0, proj_std if ".projections." in name else std)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        return self.head.bias.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights."""
+        return self.head.bias.dtype
 
     def each_layer(self) -> Iterator[Layer]:
         """Iterate over the layers, from the embedding's side."""
@@ -240,10 +280,35 @@ class TransformerXL(nn.Module):
         Raises:
             UserError: there is no such backend, or it cannot run here.
         """
-        choice = choose_backend(name)
+        choice = choose_backend(name, has_values=self.has_value_rows)
         for layer in self.each_layer():
             layer.attention.attend = choice.attend
         return choice
+
+    @property
+    def has_value_rows(self) -> bool:
+        """Whether distances add rows to the values (Shaw et al. 2018)."""
+        distances = next(self.each_layer()).attention.r
+        return isinstance(distances, LearnedDistances) and distances.values is not None
+
+    def refuse_lengths(self, lengths: Lengths) -> None:
+        """Refuse lengths that the scheme of positions does not have.
+
+        Raises:
+            UserError: a segment is longer than the table of learned positions, or distances are to be clamped
+                where there are none.
+        """
+        if isinstance(self.positions, LearnedPositions):
+            n_rows = len(self.positions.weight)
+            if lengths.tgt_len > n_rows:
+                raise UserError(
+                    f"--tgt-len: this model has learned {n_rows:,} positions; got {lengths.tgt_len:,}; "
+                    f"give {n_rows:,} or less, and more --mem-len for more context"
+                )
+        if self.positions is not None and lengths.clamp_len is not None:
+            raise UserError(
+                f"--clamp-len: position {self.scheme} has no distances; got {lengths.clamp_len}; leave it out"
+            )
 
     def forward(
         self, tokens: Int[Tensor, "B T"], memory: Memory | None, targets: Int[Tensor, "B T"]
@@ -266,52 +331,59 @@ class TransformerXL(nn.Module):
             Hidden states that the loss reads, and the memory for the next segment: of each layer's inputs
             the last mem_len rows, without gradient.
         """
-        x = self._embed(tokens)
         if memory is None:
-            memory = Memory(tuple(x[:, :0].detach() for _ in self.layers))
-        n_memory = memory.hidden[0].shape[1]
-        n_keys = n_memory + tokens.shape[1]
-        sinusoids = relative_sinusoids(
-            n_keys, x.shape[-1], clamp_len=self.lengths.clamp_len, dtype=x.dtype, device=x.device
-        )
-        # One mask for all layers and streams, as in the authors' code.
-        sinusoids = F.dropout(sinusoids, self.dropout, self.training)
+            n_streams = len(tokens)
+            empty = torch.empty(n_streams, 0, self.d_model, dtype=self.dtype, device=tokens.device)
+            memory = Memory((empty,) * len(self.layers), tokens.new_zeros(n_streams))
+        n_memory, n_tokens = memory.hidden[0].shape[1], tokens.shape[1]
+        n_keys = n_memory + n_tokens
+        x = self._embed(tokens, memory.position, 0)
+        rows_by_distance = self._encode_distances(n_keys, self.lengths.clamp_len)
         first = self._first_keys(tokens, n_keys, self.lengths)
 
-        new_memory = []
-        for layer, past in zip(self.each_layer(), memory.hidden, strict=True):
+        new_hidden = []
+        for n, (layer, past) in enumerate(zip(self.each_layer(), memory.hidden, strict=True)):
             inputs = torch.cat([past, x], dim=1)  # [B, S, D]
             kept = inputs[:, max(0, n_keys - self.lengths.mem_len) :]
-            new_memory.append(kept.detach())
+            new_hidden.append(kept.detach())
             rows = layer.attention_rows(inputs)
             k, v = layer.attention.keys_values(rows)
-            bias = RelativeBias(
-                layer.attention.distance_keys(sinusoids), self.content_bias, self.position_bias
-            )
-            x = layer(x, rows[:, n_memory:], k, v, bias, first)
-        return F.dropout(self.norm(x), self.dropout, self.training), Memory(tuple(new_memory))
+            x = layer(x, rows[:, n_memory:], k, v, self._bias(n, layer, rows_by_distance), first)
+        new_memory = Memory(tuple(new_hidden), memory.position + n_tokens)
+        return F.dropout(self.norm(x), self.dropout, self.training), new_memory
 
-    def new_cache(self, n_streams: int, lengths: Lengths | None = None) -> KVCache:
+    def new_cache(
+        self, n_streams: int, lengths: Lengths | None = None, positions: Int[Tensor, " B"] | None = None
+    ) -> KVCache:
         """Return an empty cache for inference over `n_streams` texts side by side.
 
         Args:
             n_streams: Streams (B).
             lengths: Lengths to run at; None: those of training. The buffers take 2 N B (mem_len + tgt_len)
                 H E numbers, so a mem_len above the text's length should be cut to it.
+            positions: Position in the text of each stream's first token; None: 0. It matters where absolute
+                positions run on.
+
+        Raises:
+            UserError: the scheme of positions does not have these lengths.
         """
         lengths = lengths or self.lengths
-        weight = self.embed.weight
+        self.refuse_lengths(lengths)
         n_rows = lengths.mem_len + lengths.tgt_len
-        sinusoids = relative_sinusoids(
-            n_rows, weight.shape[1], clamp_len=lengths.clamp_len, dtype=weight.dtype, device=weight.device
-        )
-        distance_keys = tuple(layer.attention.distance_keys(sinusoids) for layer in self.each_layer())
-        n_head, d_head = self.content_bias.shape
-        shape = (n_streams, n_head, n_rows, d_head)
+        rows_by_distance = self._encode_distances(n_rows, lengths.clamp_len)
+        shape, dtype = (n_streams, self.n_head, n_rows, self.d_head), self.dtype
+        if torch.is_autocast_enabled(self.device.type):
+            dtype = torch.get_autocast_dtype(self.device.type)
+        buffers = [
+            [torch.empty(shape, dtype=dtype, device=self.device) for _ in self.layers] for _ in range(2)
+        ]
+        if positions is None:
+            positions = torch.zeros(n_streams, dtype=torch.int64, device=self.device)
         return KVCache(
-            keys=tuple(table.new_empty(shape) for table in distance_keys),
-            values=tuple(table.new_empty(shape) for table in distance_keys),
-            distance_keys=distance_keys,
+            keys=tuple(buffers[0]),
+            values=tuple(buffers[1]),
+            biases=tuple(self._bias(n, layer, rows_by_distance) for n, layer in enumerate(self.each_layer())),
+            position=positions.to(self.device),
             n_memory=0,
             n_segment=0,
             lengths=lengths,
@@ -337,29 +409,29 @@ class TransformerXL(nn.Module):
         n_keys = begin + n_new
         first = self._first_keys(tokens, n_keys, lengths)
 
-        x = self._embed(tokens)
-        buffers = zip(self.each_layer(), cache.keys, cache.values, cache.distance_keys, strict=True)
-        for layer, keys, values, distance_keys in buffers:
+        x = self._embed(tokens, cache.position, cache.n_segment)
+        buffers = zip(self.each_layer(), cache.keys, cache.values, cache.biases, strict=True)
+        for layer, keys, values, bias in buffers:
             rows = layer.attention_rows(x)
             keys[:, :, begin:n_keys], values[:, :, begin:n_keys] = layer.attention.keys_values(rows)
-            bias = RelativeBias(distance_keys, self.content_bias, self.position_bias)
             x = layer(x, rows, keys[:, :, :n_keys], values[:, :, :n_keys], bias, first)
         return self.norm(x), cache._replace(n_segment=cache.n_segment + n_new)
 
-    def logits(self, hidden: Float[Tensor, "... D"]) -> Float[Tensor, "... V"]:
-        """Return the scores of the whole vocabulary before the softmax, in float32 at least."""
-        weight = self.embed.weight if self.head.weight is None else self.head.weight
-        logits = F.linear(hidden, weight, self.head.bias)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
     def log_probs(self, hidden: Float[Tensor, "... D"]) -> Float[Tensor, "... V"]:
-        """Return the log-probabilities of the whole vocabulary after each hidden state."""
-        return self.logits(hidden).log_softmax(dim=-1)
+        """Return the log-probabilities of the whole vocabulary after each hidden state (float32 at least)."""
+        return self.head.log_probs(hidden, self.embed)
 
-    def nll(self, hidden: Float[Tensor, "B T D"], targets: Int[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-        """Return each target's negative log-likelihood in nats, in target order."""
-        logits = self.logits(hidden)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+    def nll(
+        self, hidden: Float[Tensor, "B T D"], targets: Int[Tensor, "B T"], max_logits: int | None = None
+    ) -> Float[Tensor, "B T"]:
+        """Return each target's negative log-likelihood in nats, in target order.
+
+        Args:
+            hidden: What `hidden_states` or `extend` returned.
+            targets: The tokens that follow.
+            max_logits: At most about so many logits are held at once; None: all.
+        """
+        return self.head.nll(hidden, targets, self.embed, max_logits=max_logits)
 
     def n_parameters(self) -> tuple[int, int]:
         """Return how many parameters belong to the vocabulary (embedding, head), and how many to the rest."""
@@ -367,9 +439,37 @@ class TransformerXL(nn.Module):
         vocabulary = sum(p.numel() for part in (self.embed, self.head) for p in part.parameters())
         return vocabulary, total - vocabulary
 
-    def _embed(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
-        embedded = self.embed(tokens) * math.sqrt(self.embed.embedding_dim)
-        return F.dropout(embedded, self.dropout, self.training)
+    def _embed(
+        self, tokens: Int[Tensor, "B T"], start: Int[Tensor, " B"], offset: int
+    ) -> Float[Tensor, "B T D"]:
+        """Return h_0 of tokens that begin at `offset` in segments that begin at `start` in the text."""
+        x = self.embed(tokens) * math.sqrt(self.d_model)
+        if self.positions is not None:
+            x = x + self.positions(start, offset, tokens.shape[1], x.dtype)
+        return F.dropout(x, self.dropout, self.training)
+
+    def _encode_distances(self, n_distances: int, clamp_len: int | None) -> Tensor | None:
+        """Return what the layers make their rows of distances from; None: the scheme has none."""
+        if self.scheme == "relative":
+            encoded = relative_sinusoids(
+                n_distances, self.d_model, clamp_len=clamp_len, dtype=self.dtype, device=self.device
+            )
+            # One mask for all layers and streams, as in the authors' code.
+            return F.dropout(encoded, self.dropout, self.training)
+        if self.scheme == "shaw":
+            return farthest_first(n_distances, at_most=clamp_len, device=self.device)
+        return None
+
+    def _bias(self, n: int, layer: Layer, rows_by_distance: Tensor | None) -> RelativeBias | None:
+        """Return what the attention of layer `n` adds by distance."""
+        if layer.attention.r is None:
+            return None
+        bias: RelativeBias = layer.attention.r(rows_by_distance)
+        if self.content_bias is None or self.position_bias is None:
+            return bias
+        is_shared = self.content_bias.ndim == 2
+        u, w = (b if is_shared else b[n] for b in (self.content_bias, self.position_bias))
+        return bias._replace(u=u, w=w)
 
     def _first_keys(
         self, tokens: Int[Tensor, "B T"], n_keys: int, lengths: Lengths
@@ -381,13 +481,44 @@ class TransformerXL(nn.Module):
         return (position - lengths.span + 1).clamp(min=0).expand_as(tokens)
 
 
-class Head(nn.Module):
-    """What the output needs beside the hidden state: a bias, and a matrix unless the embedding serves."""
+def clusters_of(config: ModelConfig, n_vocab: int) -> Clusters:
+    """Return the division of a vocabulary by the settings.
 
-    def __init__(self, d_model: int, n_vocab: int, *, tied: bool) -> None:
-        super().__init__()
-        self.weight = None if tied else nn.Parameter(torch.empty(n_vocab, d_model))
-        self.bias = nn.Parameter(torch.empty(n_vocab))
+    Raises:
+        UserError: they do not fit a vocabulary of this size.
+    """
+    config.check_vocabulary(n_vocab)
+    assert config.d_embed is not None, "settled by the config"
+    assert config.cutoffs != "auto", "refused before"
+    return Clusters(
+        n_vocab=n_vocab,
+        d_model=config.d_model,
+        d_embed=config.d_embed,
+        cutoffs=config.cutoffs,
+        div_val=config.div_val,
+        proj_same_dim=config.proj_same_dim,
+    )
+
+
+def _positions(config: ModelConfig) -> nn.Module | None:
+    """Make what is added to the embeddings by the scheme of positions."""
+    if config.position == "sinusoid":
+        return AbsoluteSinusoids(config.d_model, runs_on=config.absolute_positions == "continue")
+    if config.position == "learned":
+        return LearnedPositions(config.tgt_len, config.d_model)
+    return None
+
+
+def _distances(config: ModelConfig) -> nn.Module | None:
+    """Make what one layer's attention knows of distances by the scheme of positions."""
+    if config.position == "relative":
+        return SinusoidKeys(config.d_model, config.n_head, config.d_head)
+    if config.position == "shaw":
+        assert config.max_relative_position is not None, "settled by the config"
+        return LearnedDistances(
+            config.n_head, config.d_head, config.max_relative_position, has_values=config.shaw_values
+        )
+    return None
 
 
 def _next_segment(cache: KVCache) -> KVCache:
@@ -398,4 +529,4 @@ def _next_segment(cache: KVCache) -> KVCache:
         for buffer in (*cache.keys, *cache.values):
             # Source and destination overlap where mem_len > tgt_len, hence the clone.
             buffer[:, :, :n_kept] = buffer[:, :, n_rows - n_kept : n_rows].clone()
-    return cache._replace(n_memory=n_kept, n_segment=0)
+    return cache._replace(n_memory=n_kept, n_segment=0, position=cache.position + cache.n_segment)

@@ -5,7 +5,8 @@ about text and machine. It takes what is set as given and fits the rest around i
 value whose origin is `plan: <why>`. Only the number of steps may rest on a measurement.
 
 With a configuration file the file and the defaults of `config` decide, and the plan only finds device,
-precision and attention, fits the streams to a short text, and turns a length into steps.
+precision and attention, derives cut-offs that are `auto`, fits the streams to a short text, and turns a
+length into steps.
 """
 
 import math
@@ -13,7 +14,19 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from txlcli import UserError
-from txlcli.config import FLAG, LEAVES, LENGTHS, Config, Settings, Sourced, build, flatten, leaf
+from txlcli.config import (
+    FLAG,
+    LEAVES,
+    LENGTHS,
+    Config,
+    SettingError,
+    Settings,
+    Sourced,
+    blame,
+    build,
+    flatten,
+    leaf,
+)
 from txlcli.tokenizer import default_vocab_size
 
 MINUTES = 10.0
@@ -33,6 +46,13 @@ SENTENCEPIECE_FROM_BYTES = 1_000_000
 
 WORDS_PER_PIECE = 4
 """A vocabulary of words is this much larger than one of pieces, or too many words are unknown."""
+
+ADAPTIVE_FROM = 20_000
+"""Below, one softmax over the whole vocabulary is as fast as clusters of it."""
+
+CLUSTER_STARTS = (0.075, 0.15, 0.75)
+"""Shares of the vocabulary at which a cluster begins: those of the authors' 20,000, 40,000 and 200,000 of
+267,735 words, and of their 60,000, 100,000 and 640,000 of 793,471."""
 
 WARMUP_SHARE = 0.05
 """The rate rises over this share of the steps."""
@@ -54,6 +74,7 @@ class Facts:
         has_bf16: The device multiplies bf16 in hardware.
         has_muon: This torch has the Muon optimizer.
         attention: The form of attention that runs best here.
+        n_vocab: Size of the vocabulary; 0: not made yet.
         n_train_tokens: Tokens of the training part; 0: not encoded yet.
         n_valid_tokens: Held-out tokens.
     """
@@ -66,6 +87,7 @@ class Facts:
     has_bf16: bool
     has_muon: bool
     attention: str = "eager"
+    n_vocab: int = 0
     n_train_tokens: int = 0
     n_valid_tokens: int = 0
 
@@ -167,7 +189,15 @@ def machine(known: Known, facts: Facts) -> dict[str, Sourced]:
 
 
 def tokenizer(known: Known, facts: Facts) -> dict[str, Sourced]:
-    """Pieces of words where the text is long enough to learn them, else characters; never bytes unasked."""
+    """Pieces of words where the text is long enough to learn them, else characters; never bytes unasked.
+
+    A rule for newlines or spaces that is asked for decides instead: it needs words, or characters.
+    """
+    if known.value("newlines") == "eos":
+        return _planned("newlines eos", tokenizer="word")
+    if known.value("newlines") == "drop" or known.value("spaces") == "underscore":
+        rule = "newlines drop" if known.value("newlines") == "drop" else "spaces underscore"
+        return _planned(rule, tokenizer="char")
     if facts.n_bytes >= SENTENCEPIECE_FROM_BYTES:
         return _planned("1 MB of text or more", tokenizer="sentencepiece")
     return _planned("less than 1 MB of text", tokenizer="char")
@@ -241,14 +271,15 @@ def text_lengths(known: Known, facts: Facts) -> dict[str, Sourced]:
 
     With a longer memory than in training, keys stand at distances that no query has learned; they share the
     encoding of the farthest well-known one, so that none is new. Half of a segment's queries see farther
-    than mem_len + tgt_len / 2.
+    than mem_len + tgt_len / 2. Only the relative encoding needs that: shaw's rows end at
+    max_relative_position, and absolute positions know no distance.
     """
     size = size_for(facts)
     tgt_len = known.count("tgt_len") if known.has("tgt_len") else size.tgt_len
     mem_len = known.count("mem_len") if known.has("mem_len") else tgt_len
     found = _planned(f"segments on a {facts.device_kind}", tgt_len=tgt_len)
     found |= _planned("as long as the segment", mem_len=mem_len)
-    if known.says("clamp_len"):
+    if known.says("clamp_len") or known.value("position") != "relative":
         return found
     return found | _planned("farther is rare in training", clamp_len=max(tgt_len, mem_len + tgt_len // 2))
 
@@ -288,6 +319,47 @@ TEXT_RULES: tuple[Rule, ...] = (
 
 
 FILE_RULES: tuple[Rule, ...] = (machine,)
+
+
+def plan_vocabulary(settings: Settings, facts: Facts, *, from_file: bool = False) -> Settings:
+    """Find what depends on the size that the vocabulary has come to.
+
+    Args:
+        settings: What is set and what `plan_text` found.
+        facts: With the size of the vocabulary.
+        from_file: A configuration file decides; only an `auto` of it, or of a flag, is settled.
+
+    Raises:
+        UserError: cut-offs that were set lie beyond the vocabulary; the place is the flag or file line.
+    """
+    known = Known(settings)
+    if known.says("cutoffs") or not from_file:
+        known.add(cutoffs(known, facts))
+    try:
+        build(known.settings).model.check_vocabulary(facts.n_vocab)
+    except SettingError as error:
+        raise blame(error, known.settings) from None
+    return known.settings
+
+
+def cutoffs(known: Known, facts: Facts) -> dict[str, Sourced]:
+    """Clusters of words (Grave et al. 2017), whose ids are sorted by frequency, where they are many.
+
+    Asked for (`auto`), also of other tokens. As many as leave each cluster a width: that of cluster i is
+    d_embed / div_val^i.
+    """
+    if not known.says("cutoffs") and known.value("tokenizer") != "word":
+        return _planned("clusters are for vocabularies of words", cutoffs=())
+    if facts.n_vocab < ADAPTIVE_FROM:
+        return _planned(f"no gain from clusters below a vocabulary of {ADAPTIVE_FROM:,}", cutoffs=())
+    width = known.count("d_embed") if known.has("d_embed") else known.count("d_model")
+    n_clusters = sum(width >= known.count("div_val") ** i for i in range(1, len(CLUSTER_STARTS) + 1))
+    # Two figures, so that a few words more or less move no cluster.
+    found = tuple(int(float(f"{share * facts.n_vocab:.1e}")) for share in CLUSTER_STARTS[:n_clusters])
+    why = f"for a vocabulary of {facts.n_vocab:,}"
+    if n_clusters < len(CLUSTER_STARTS):
+        why += f"; div_val {known.count('div_val')} leaves no width for more"
+    return _planned(why, cutoffs=found)
 
 
 def plan_length(
@@ -446,17 +518,27 @@ def take_from_run(settings: Settings, config: Config, run: str) -> Settings:
         UserError: something is set otherwise than the weights have it; the place is the flag or file line.
     """
     theirs = flatten(config)
-    for item in LEAVES:
-        if not item.shapes_weights:
-            continue
+    # A learned table has one row for each position of a segment.
+    has_table = config.model.position == "learned"
+    shaping = [item for item in LEAVES if item.shapes_weights or (has_table and item.name == "tgt_len")]
+    for item in shaping:
         ours = settings.get(item.name)
-        if ours is not None and ours.value != theirs[item.name]:
-            place = item.flag_for(ours.value) if ours.origin == FLAG else f"{ours.origin}: {item.name}"
-            raise UserError(
-                f"{place}: comes with --init; got {ours.value}, {run} has {theirs[item.name]}; leave it out"
-            )
-    fixed = {item.name: Sourced(theirs[item.name], f"init: {run}") for item in LEAVES if item.shapes_weights}
-    return settings | fixed
+        if ours is None or ours.value in ("auto", theirs[item.name]):
+            continue
+        place = item.flag_for(ours.value) if ours.origin == FLAG else f"{ours.origin}: {item.name}"
+        also = "" if item.shapes_weights else " and its learned positions"
+        raise UserError(
+            f"{place}: comes with --init{also}; got {_text_of(ours.value)}, "
+            f"{run} has {_text_of(theirs[item.name])}; leave it out"
+        )
+    return settings | {item.name: Sourced(theirs[item.name], f"init: {run}") for item in shaping}
+
+
+def _text_of(value: object) -> str:
+    """A setting's value as its flag takes it."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "none"
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def changed_by_plan(before: Settings, after: Settings) -> Iterator[str]:

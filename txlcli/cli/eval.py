@@ -39,6 +39,12 @@ if TYPE_CHECKING:
     from txlcli.tokenizer import Tokenizer
 
 _SPLITS = ("valid", "test")
+_NEWLINES = {
+    "keep": "part of the text, scored like every other token",
+    "drop": "left out of the text, neither scored nor counted",
+    "eos": "the word <eos>, scored like every other token",
+}
+_SPACES = {"keep": "part of the text", "underscore": "read as underscores"}
 
 
 @command(
@@ -331,6 +337,8 @@ def _open_text(
             encoding=request.encoding,
             errors=lm.config.data.encoding_errors,
             raw=lm.tokenizer.kind == "byte",
+            newlines=lm.config.data.newlines,
+            spaces=lm.config.data.spaces,
             stdin_copy=folder / "stdin",
         )
         notices = corpus.notices
@@ -365,7 +373,8 @@ def _score_row(
             lm.model,
             text.store,
             text.counts,
-            newline_id=lm.tokenizer.newline_id,
+            # The vocabulary of bytes has a newline even where none comes any more.
+            newline_id=None if lm.config.data.newlines == "drop" else lm.tokenizer.newline_id,
             lengths=lengths,
             n_stream=request.batch_size,
             precision=precision,
@@ -411,7 +420,8 @@ def _protocol(
     return {
         "memory_start": "empty",
         "scoring": by_line if request.is_by_line else whole,
-        "newlines": "part of the text, scored like every other token",
+        "newlines": _NEWLINES[lm.config.data.newlines],
+        "spaces": _SPACES[lm.config.data.spaces],
         "same_length": score.lengths.same_length,
         "clamp_len": score.lengths.clamp_len,
         "checkpoint": checkpoint,
@@ -463,6 +473,7 @@ def _write_table(result: _Result, out: Screen) -> None:
         ("model", f"{result.run} · step {result.step:,} ({protocol['checkpoint']})"),
         ("scored", str(protocol["scoring"])),
         ("newlines", str(protocol["newlines"])),
+        *([("spaces", str(protocol["spaces"]))] if protocol["spaces"] != _SPACES["keep"] else []),
         (
             "rules",
             f"same_length {protocol['same_length']} · {clamp} · {machine}",

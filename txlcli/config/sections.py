@@ -20,9 +20,12 @@ from txlcli.config.setting import (
     option,
     parse,
     quoted,
+    scalar_text,
     shown,
     suggestion,
 )
+
+MAX_CUTOFFS = 64
 
 
 class SettingError(UserError):
@@ -55,6 +58,19 @@ class DataConfig:
     )
     encoding: str = option("utf-8", "encoding of the text files", metavar="NAME")
     encoding_errors: Literal["strict", "replace"] = option("strict", "bytes that the encoding does not allow")
+    newlines: Literal["keep", "drop", "eos"] = option(
+        "keep",
+        "what a newline is: a symbol, nothing, or <eos> among words",
+        shapes_weights=True,
+        more="drop (enwik8 as published): newlines are left out and not scored; byte and char only. "
+        "eos (WikiText-103): words are what white space separates, a newline is the word <eos>; word only.",
+    )
+    spaces: Literal["keep", "underscore"] = option(
+        "keep",
+        "what a space is: a space, or an underscore",
+        shapes_weights=True,
+        more="underscore (text8 as published): spaces are read as underscores, also in prompts.",
+    )
     valid: str | None = option(None, "held-out text file", metavar="FILE")
     valid_fraction: float | None = option(
         None,
@@ -77,6 +93,17 @@ class DataConfig:
                 ["encoding"],
                 f"must be an encoding; got {quoted(self.encoding)}; try utf-8, gb18030, latin-1 or cp1252",
             ) from None
+        kinds = {"drop": ("byte", "char"), "eos": ("word",)}.get(self.newlines, (self.tokenizer,))
+        if self.tokenizer not in kinds:
+            raise SettingError(
+                ["newlines", "tokenizer"],
+                f"newlines {self.newlines} needs tokenizer {' or '.join(kinds)}; got {self.tokenizer}",
+            )
+        if self.spaces == "underscore" and self.tokenizer not in ("byte", "char"):
+            raise SettingError(
+                ["spaces", "tokenizer"],
+                f"spaces underscore needs tokenizer byte or char; got {self.tokenizer}",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +138,30 @@ class ModelConfig:
     norm: Literal["post", "pre"] = option(
         "pre", "place of layer normalization; the paper's is post", is_planned=True, shapes_weights=True
     )
+    position: Literal["relative", "shaw", "sinusoid", "learned"] = option(
+        "relative",
+        "how positions enter",
+        shapes_weights=True,
+        more="relative: Dai et al. 2019. shaw: learned rows of distances, Shaw et al. 2018. "
+        "sinusoid, learned: absolute positions added to the input, Vaswani et al. 2017.",
+    )
+    untie_r: bool = option(
+        False, "content and position bias (u, v) of each layer its own; relative", shapes_weights=True
+    )
+    max_relative_position: int | None = option(
+        None,
+        "largest distance with rows of its own; shaw (k); none: the larger of tgt_len and mem_len",
+        min=0,
+        max=10**6,
+        shapes_weights=True,
+    )
+    shaw_values: bool = option(True, "rows of distances also on the values; shaw", shapes_weights=True)
+    absolute_positions: Literal["restart", "continue"] = option(
+        "restart",
+        "positions start anew in each segment, or run on; sinusoid",
+        shapes_weights=True,
+        more="With restart a row of memory may carry the position of another; with continue none returns.",
+    )
     clamp_len: int | None = option(None, "distances beyond this share one encoding", min=0, is_planned=True)
     same_length: Literal["off", "mem_len", "mem_len+1"] = option(
         "off",
@@ -118,6 +169,33 @@ class ModelConfig:
         more="Off: all of memory and the segment up to itself, so later queries of a segment see more.",
     )
     tied: bool = option(True, "one table for input and output embeddings", shapes_weights=True)
+    d_embed: int | None = option(
+        None, "width of the embeddings; none: d_model", min=1, max=10**6, shapes_weights=True
+    )
+    cutoffs: tuple[int, ...] | Literal["auto"] = option(
+        (),
+        "ids at which the adaptive softmax and input begin a new cluster",
+        is_planned=True,
+        shapes_weights=True,
+        more="none: one softmax over all. auto: derived from the vocabulary's real size, none for small "
+        "ones. Clusters pay where frequent tokens have small ids: in vocabularies of words.",
+    )
+    div_val: int = option(
+        1, "each cluster's embeddings are this many times narrower", min=1, max=1024, shapes_weights=True
+    )
+    tie_projs: Literal["none", "tail", "all"] = option(
+        "tail",
+        "clusters whose output projection is that of their input",
+        shapes_weights=True,
+        more="There are projections where a cluster's width is not d_model, and with div_val above 1.",
+    )
+    proj_same_dim: bool = option(
+        True, "with div_val, also a projection where a cluster is as wide as d_model", shapes_weights=True
+    )
+    init_std: float = option(0.02, "standard deviation of the first weights", above=0, max=10)
+    proj_init_std: float = option(
+        0.01, "standard deviation of the first projections of embeddings", above=0, max=10
+    )
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -135,6 +213,54 @@ class ModelConfig:
             object.__setattr__(self, "d_head", self.d_model // self.n_head)
         if self.d_inner is None:
             object.__setattr__(self, "d_inner", 4 * self.d_model)
+        if self.d_embed is None:
+            object.__setattr__(self, "d_embed", self.d_model)
+        self._check_positions()
+        n_tail = 0 if self.cutoffs == "auto" else len(self.cutoffs)
+        if n_tail > MAX_CUTOFFS:
+            raise SettingError(["cutoffs"], f"must be {MAX_CUTOFFS} at most; got {n_tail:,}")
+        assert self.d_embed is not None
+        if self.d_embed < self.div_val**n_tail:
+            raise SettingError(
+                ["div_val", "cutoffs", "d_embed"],
+                f"div_val {self.div_val} leaves no width for cluster {n_tail} of d_embed {self.d_embed}; "
+                "give a smaller one, or fewer cutoffs",
+            )
+
+    def _check_positions(self) -> None:
+        """Refuse what a scheme of positions does not have, and settle the rows of shaw."""
+        only = {
+            "untie_r": (self.untie_r, ("relative",)),
+            "max_relative_position": (self.max_relative_position is not None, ("shaw",)),
+            "shaw_values": (not self.shaw_values, ("shaw",)),
+            "absolute_positions": (self.absolute_positions == "continue", ("sinusoid",)),
+            "clamp_len": (self.clamp_len is not None, ("relative", "shaw")),
+        }
+        for name, (is_set, schemes) in only.items():
+            if is_set and self.position not in schemes:
+                raise SettingError(
+                    [name, "position"],
+                    f"{name} {scalar_text(getattr(self, name))} needs position {' or '.join(schemes)}; "
+                    f"got {self.position}",
+                )
+        if self.position == "shaw" and self.max_relative_position is None:
+            object.__setattr__(self, "max_relative_position", max(self.tgt_len, self.mem_len))
+
+    def check_vocabulary(self, n_vocab: int) -> None:
+        """Refuse cut-offs that do not fit a vocabulary of `n_vocab`.
+
+        Raises:
+            SettingError: they lie beyond it, or are still to be derived.
+        """
+        if self.cutoffs == "auto":
+            raise SettingError(["cutoffs"], "auto is settled when a run is planned; give numbers or none")
+        if self.cutoffs and self.cutoffs[-1] >= n_vocab:
+            listed = shown(",".join(map(str, self.cutoffs)))
+            raise SettingError(
+                ["cutoffs"],
+                f"must stay below the vocabulary of {n_vocab:,}; got {listed}; "
+                "give smaller ones, or auto to derive them",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,12 +471,16 @@ def build(settings: Settings) -> Config:
     try:
         return Config(**{section: cls(**values[section]) for section, cls in SECTIONS.items()})
     except SettingError as error:
-        # The error stands at what was said last: a flag, else a line of a file, else the setting itself.
-        blamed = max(error.names, key=lambda name: _weight(settings.get(name)))
-        origin = settings[blamed].origin if blamed in settings else DEFAULT
-        if len(error.names) == 1:
-            raise fault_at(leaf(blamed), origin, error.text) from None
-        raise UserError(f"{_place(leaf(blamed), origin)}: {error.text}") from None
+        raise blame(error, settings) from None
+
+
+def blame(error: SettingError, settings: Settings) -> UserError:
+    """Return an error of settings with its place: what was said last, a flag, a file's line, the setting."""
+    blamed = max(error.names, key=lambda name: _weight(settings.get(name)))
+    origin = settings[blamed].origin if blamed in settings else DEFAULT
+    if len(error.names) == 1:
+        return fault_at(leaf(blamed), origin, error.text)
+    return UserError(f"{_place(leaf(blamed), settings.get(blamed))}: {error.text}")
 
 
 def _weight(sourced: Sourced | None) -> int:
@@ -359,10 +489,12 @@ def _weight(sourced: Sourced | None) -> int:
     return 3 if sourced.origin == FLAG else 2 if is_file_line(sourced.origin) else 1
 
 
-def _place(leaf: Leaf, origin: str) -> str:
-    if origin == FLAG:
-        return leaf.flag or leaf.metavar
-    return origin if is_file_line(origin) else leaf.key
+def _place(leaf: Leaf, sourced: Sourced | None) -> str:
+    if sourced is None:
+        return leaf.key
+    if sourced.origin == FLAG:
+        return leaf.flag_for(sourced.value) or leaf.metavar
+    return sourced.origin if is_file_line(sourced.origin) else leaf.key
 
 
 def build_section(section: str, values: Mapping[str, object], place: str) -> Any:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import itertools
 import math
 import re
 import types
@@ -65,7 +66,7 @@ def option(
     return field(default=default, metadata=metadata)
 
 
-Kind = Literal["int", "float", "bool", "str", "choice", "paths"]
+Kind = Literal["int", "float", "bool", "str", "choice", "paths", "ints"]
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,8 @@ class Leaf:
         words = {"bool": "true or false", "str": "a text", "paths": "a list of paths"}
         if self.kind in words:
             return words[self.kind]
+        if self.kind == "ints":
+            return " or ".join(["ascending whole numbers such as 2000,8000", "none", *self.choices])
         bounds = [
             f"{word} {_number_text(bound)}"
             for word, bound in (("of at least", self.min), ("above", self.above), ("below", self.below))
@@ -176,15 +179,25 @@ def leaves_of(section: str, panel: str, cls: type[Any]) -> list[Leaf]:
 def _leaf_of(section: str, panel: str, f: "dataclasses.Field[Any]", hint: Any) -> Leaf:
     parts = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
     inner = next(part for part in parts if part is not types.NoneType)
-    choices: tuple[str, ...] = typing.get_args(inner) if typing.get_origin(inner) is Literal else ()
-    kinds: dict[Any, Kind] = {int: "int", float: "float", bool: "bool", str: "str", tuple[str, ...]: "paths"}
-    kind: Kind = "choice" if choices else kinds[inner]
+    choices: tuple[str, ...] = next(
+        (typing.get_args(part) for part in parts if typing.get_origin(part) is Literal), ()
+    )
+    kinds: dict[Any, Kind] = {
+        int: "int",
+        float: "float",
+        bool: "bool",
+        str: "str",
+        tuple[str, ...]: "paths",
+        tuple[int, ...]: "ints",
+    }
+    kind: Kind = kinds.get(inner, "choice")
     metavars = {
         "int": "N",
         "float": "X",
         "choice": "|".join(choices),
         "str": "TEXT",
         "paths": "PATH...",
+        "ints": "LIST",
         "bool": "",
     }
     values = dict(f.metadata)
@@ -225,6 +238,8 @@ def check(leaf: Leaf, value: object, origin: str = "") -> object:
     typed = _typed(leaf, value)
     if typed is None and not (value is None and leaf.is_optional):
         near = suggestion(str(value), leaf.choices) if leaf.choices else ""
+        if leaf.kind == "ints" and isinstance(value, (tuple, list)):
+            value = ",".join(map(str, value))
         raise fault_at(leaf, origin, f"must be {leaf.expected}; got {quoted(value)}{near}")
     return typed
 
@@ -235,6 +250,8 @@ def _typed(leaf: Leaf, value: object) -> object:
         items = (value,) if isinstance(value, str) else value
         is_list = isinstance(items, (tuple, list)) and all(_is_text(item) for item in items)
         return tuple(items) if is_list and isinstance(items, (tuple, list)) else None
+    if leaf.kind == "ints":
+        return value if value in leaf.choices else _ascending(value)
     if leaf.kind == "bool":
         return value if isinstance(value, bool) else None
     if leaf.kind == "str":
@@ -256,8 +273,22 @@ def _typed(leaf: Leaf, value: object) -> object:
     return number if is_inside else None
 
 
+def _ascending(value: object) -> tuple[int, ...] | None:
+    """The value as ascending whole numbers above 0; None: it is no such list."""
+    if not isinstance(value, (tuple, list)):
+        return None
+    is_good = all(type(item) is int and 0 < item <= _LARGEST_INT for item in value) and all(
+        low < high for low, high in itertools.pairwise(value)
+    )
+    return tuple(value) if is_good else None
+
+
 def _from_text(leaf: Leaf, text: str) -> object:
-    """Read a number or a yes/no out of its text; any other text stays as it is."""
+    """Read numbers or a yes/no out of their text; any other text stays as it is."""
+    if leaf.kind == "ints":
+        items = [] if text.lower() == "none" else [item.strip() for item in text.split(",")]
+        are_numbers = all(re.fullmatch(r"[0-9]{1,30}", item) for item in items)
+        return tuple(int(item) for item in items) if are_numbers else text
     if leaf.kind == "int" and re.fullmatch(r"[+-]?[0-9]{1,30}", text):
         return int(text)
     # Plain exponents such as 1e-3, which YAML 1.1 takes for text, are numbers here.

@@ -1,6 +1,6 @@
 """Settings as YAML files: reading, writing, and the presets shipped with the package.
 
-The YAML is data and nothing else: two levels of mappings with scalars, and one list of paths. It is read
+The YAML is data and nothing else: two levels of mappings with scalars, and plain lists. It is read
 from the parser's events and never composed; anchors, aliases, tags, deeper nesting and files above 1 MB are
 refused.
 """
@@ -237,13 +237,16 @@ class _Events:
             is_text = first.style is not None and found.kind in ("str", "paths")
             value = None if _is_null(first) else first.value
             typed = check(found, value, origin) if is_text else parse(found, value, origin)
-        elif isinstance(first, yaml.SequenceStartEvent) and found.kind == "paths":
+        elif isinstance(first, yaml.SequenceStartEvent) and found.kind in ("paths", "ints"):
             items = []
             while isinstance(last := self._take(), yaml.ScalarEvent):
                 items.append(last.value)
             if not isinstance(last, yaml.SequenceEndEvent):
                 raise UserError(f"{origin}: {found.name} must be {found.expected}; got a list within it")
-            typed = check(found, items, origin)
+            is_text = found.kind == "paths"
+            typed = (
+                check(found, items, origin) if is_text else parse(found, ",".join(items) or "none", origin)
+            )
         else:
             got = "a list" if isinstance(first, yaml.SequenceStartEvent) else "a mapping"
             raise UserError(f"{origin}: {found.name} must be {found.expected}; got {got}")

@@ -9,6 +9,11 @@ The folder `data/` of a run is written whole or not at all and holds, for each s
   or 4 bytes: the source bytes, the characters and the words that end with it. Source bytes are those of
   the file in its own encoding; where that is not UTF-8, a character's bytes count with its last piece. A
   word is a run of characters that are not white space. The file MUST be `3 * n_tokens` integers long.
+  Where newlines are dropped, their bytes are counted with no token, and still end words; where spaces are
+  underscores, underscores end words.
+* `SPLIT.left_out` (beside `SPLIT.counts`, only where newlines are dropped): for each token that newlines
+  were left out right before, two little-endian unsigned integers of 8 bytes: the token's position, and the
+  bytes of the file left out since the split began. Both ascend.
 * `store.json`: one JSON object with the fields of `StoreInfo`: the sizes and types of these files and
   where the text came from. `n_characters` and `n_words` are null where they are not known.
 """

@@ -108,6 +108,8 @@ def _write_store(
     least_tokens: int = 2,
 ) -> Iterator[Progress | Prepared]:
     dtype = smallest_dtype(tokenizer.n_vocab - 1)
+    # The vocabulary of bytes has a newline even where none comes any more.
+    newline_id = None if parts[0].corpus.newlines == "drop" else tokenizer.newline_id
     _check_space(parts, tokenizer, run_dir, np.dtype(dtype).itemsize)
     digest = hashlib.sha256()
     corpus = parts[0].corpus
@@ -120,7 +122,7 @@ def _write_store(
                 tokenizer,
                 folder,
                 dtype,
-                frequencies if part is parts[0] and tokenizer.newline_id is None else None,
+                frequencies if part is parts[0] and newline_id is None else None,
                 digest.update if part.corpus is corpus else None,
                 # The survey of a corpus to learn from has counted them already.
                 notices if part.corpus is not corpus or part.split == "test" else None,
@@ -131,7 +133,7 @@ def _write_store(
         info = StoreInfo(
             n_vocab=tokenizer.n_vocab,
             dtype=dtype,
-            start_id=_choose_start(tokenizer, frequencies),
+            start_id=_choose_start(tokenizer, newline_id, frequencies),
             tokenizer=tokenizer.fingerprint(),
             encoding=corpus.encoding,
             corpus=tuple(
@@ -196,7 +198,7 @@ def _encode_part(
                 n_unknown += tokenizer.unknown_count(ids)
             n_tokens += len(ids)
             n_bytes = piece.source_bytes
-            yield Progress(f"encoding {part.split}", n_bytes, total)
+            yield Progress(f"encoding {part.split}", piece.read_bytes, total)
     if notices is not None and n_replaced:
         notices.append(told_replaced(part.corpus, n_replaced))
     known_characters = None if part.corpus.raw else n_characters
@@ -211,15 +213,26 @@ def _encode_part(
 
 
 class Piece(NamedTuple):
-    """Whole units of text; `sizes` as in `Chunk`.
+    """Whole units of text; `sizes` and `left_out` as in `Chunk`.
 
-    `following` begins with the character after it; `source_bytes` counts those read so far.
+    `following` begins with the character after it, a newline even if that is left out; `source_bytes` and
+    `read_bytes` count those read so far.
     """
 
     text: bytes
     sizes: npt.NDArray[np.uint32] | None
+    left_out: npt.NDArray[np.int64] | None
     following: bytes
     source_bytes: int
+    read_bytes: int
+
+    def part(self, start: int, stop: int) -> "Piece":
+        """Return some bytes of the text with what belongs to them."""
+        return self._replace(
+            text=self.text[start:stop],
+            sizes=None if self.sizes is None else self.sizes[start:stop],
+            left_out=None if self.left_out is None else self.left_out[start:stop],
+        )
 
 
 def whole_units(tokenizer: Tokenizer, chunks: Iterator[Chunk]) -> Iterator[Piece]:
@@ -227,36 +240,48 @@ def whole_units(tokenizer: Tokenizer, chunks: Iterator[Chunk]) -> Iterator[Piece
     last: Piece | None = None
     for piece in _cut_units(tokenizer, chunks):
         if last is not None:
-            yield last._replace(following=piece.text[:4])
+            is_at_newline = piece.left_out is not None and piece.left_out[0] > 0
+            yield last._replace(following=b"\n" if is_at_newline else piece.text[:4])
         last = piece
     if last is not None:
         yield last
 
 
 def _cut_units(tokenizer: Tokenizer, chunks: Iterator[Chunk]) -> Iterator[Piece]:
-    text, source_bytes = b"", 0
-    sizes = np.zeros(0, dtype=np.uint32)
-    is_sized = False
+    rest = Piece(b"", None, None, b"", 0, 0)
     for chunk in chunks:
-        text += chunk.text
-        if chunk.sizes is not None:
-            sizes, is_sized = np.concatenate([sizes, chunk.sizes]), True
-        source_bytes += chunk.source_bytes
-        cut = tokenizer.complete_prefix(text)
+        read = Piece(
+            text=rest.text + chunk.text,
+            sizes=_join(rest.sizes, chunk.sizes),
+            left_out=_join(rest.left_out, chunk.left_out),
+            following=b"",
+            source_bytes=rest.source_bytes + chunk.source_bytes,
+            read_bytes=rest.read_bytes + chunk.read_bytes,
+        )
+        cut = tokenizer.complete_prefix(read.text)
         if cut:
-            yield Piece(text[:cut], sizes[:cut] if is_sized else None, b"", source_bytes)
-        text, sizes = text[cut:], sizes[cut:]
-    if text:
-        yield Piece(text, sizes if is_sized else None, b"", source_bytes)
+            yield read.part(0, cut)
+        rest = read.part(cut, len(read.text))
+    if rest.text:
+        yield rest
+
+
+def _join(before: npt.NDArray[Any] | None, after: npt.NDArray[Any] | None) -> npt.NDArray[Any] | None:
+    return after if before is None or after is None else np.concatenate([before, after])
 
 
 class _Tally:
-    """Writes the counts of a held-out split, in the smallest type that has held all so far."""
+    """Writes the counts of a held-out split, in the smallest type that has held all so far.
+
+    Where newlines are dropped, also what was left out before which token.
+    """
 
     def __init__(self, path: Path, corpus: Corpus) -> None:
         self.dtype = "uint8"
         self._path = path
         self._file: BinaryIO = path.open("x+b")
+        self._gaps = _Gaps(path.with_suffix(".left_out")) if corpus.newlines == "drop" else None
+        self._has_underscores = corpus.spaces == "underscore"
         # Characters of raw bytes are counted where they are UTF-8, and only there.
         self._is_text = not corpus.raw or corpus.encoding == "utf-8"
         self._n_characters = self._n_words = 0
@@ -277,9 +302,11 @@ class _Tally:
         marks_by_kind: list[npt.NDArray[Any]] = [piece.sizes]
         if self._is_text:
             try:
-                marks_by_kind += _mark_ends(piece.text, piece.following)
-            except UnicodeDecodeError:
+                marks_by_kind += _mark_ends(piece, has_underscores=self._has_underscores)
+            except ValueError:
                 self._is_text = False
+        if self._gaps is not None and piece.left_out is not None:
+            self._gaps.add(piece.left_out, ends)
         columns = [_differences(marks, ends) for marks in marks_by_kind]
         columns += [np.zeros_like(columns[0])] * (3 - len(columns))
         self._n_characters += int(columns[1].sum())
@@ -290,8 +317,10 @@ class _Tally:
         self._file.write(np.stack([column.astype(stored) for column in columns], axis=1).tobytes())
 
     def close(self) -> None:
-        """Finish the file."""
+        """Finish the files."""
         self._file.close()
+        if self._gaps is not None:
+            self._gaps.close()
 
     def _widen(self, dtype: str) -> None:
         old, new = np.dtype(self.dtype).newbyteorder("<"), np.dtype(dtype).newbyteorder("<")
@@ -309,14 +338,55 @@ class _Tally:
         self.dtype = dtype
 
 
-def _mark_ends(text: bytes, following: bytes) -> list[npt.NDArray[np.bool_]]:
-    """Say for each byte whether a character, and whether a word ends with it."""
-    characters = character_ends(text)
-    space = _is_space(code_points(text))
+class _Gaps:
+    """Writes before which tokens bytes were left out, each with how many since the split began."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("xb")
+        self._n_tokens = self._n_bytes = self._n_told = 0
+
+    def add(self, left_out: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> None:
+        """Take what was left out before each byte of a piece, and the ends of its tokens."""
+        before_byte = self._n_bytes + np.cumsum(left_out)
+        if len(ends):
+            starts = np.minimum(np.append(0, ends[:-1]), len(left_out) - 1)
+            before_token = before_byte[starts]
+            grown = np.flatnonzero(np.diff(before_token, prepend=self._n_told))
+            pairs = np.stack([self._n_tokens + grown, before_token[grown]], axis=1)
+            self._file.write(pairs.astype("<u8").tobytes())
+            self._n_told = int(before_token[-1])
+        self._n_tokens += len(ends)
+        self._n_bytes = int(before_byte[-1])
+
+    def close(self) -> None:
+        """Finish the file."""
+        self._file.close()
+
+
+def _mark_ends(piece: Piece, *, has_underscores: bool) -> list[npt.NDArray[np.bool_]]:
+    """Say for each byte whether a character, and whether a word ends with it.
+
+    Words are those of the file: a newline that is left out ends one, and so does an underscore that may have
+    been a space.
+
+    Raises:
+        ValueError: the bytes of the file are no UTF-8.
+    """
+    characters = character_ends(piece.text)
     # What follows may be cut inside its second character, of which nothing is asked.
-    after = following.decode(errors="ignore")[:1]
-    words = np.zeros(len(text), dtype=np.bool_)
-    words[characters] = ~space & np.append(space[1:], not after or after.isspace())
+    after = piece.following.decode(errors="ignore")[:1] or "\n"
+    points = np.append(code_points(piece.text), np.uint32(ord(after)))
+    is_space = _is_space(points)
+    if has_underscores:
+        is_space |= points == ord("_")
+    is_before_space = is_space[1:].copy()
+    if piece.left_out is not None:
+        begins = np.append(True, characters[:-1])
+        if piece.left_out[~begins].any():
+            raise ValueError("a newline stood inside a character")
+        is_before_space[:-1] |= piece.left_out[begins][1:] > 0
+    words = np.zeros(len(piece.text), dtype=np.bool_)
+    words[characters] = ~is_space[:-1] & is_before_space
     return [characters, words]
 
 
@@ -367,9 +437,10 @@ def _check_space(parts: list[Part], tokenizer: Tokenizer, folder: Path, itemsize
     for part in parts:
         chunk = next(read_chunks(part.corpus, part.start, part.stop), None)
         if chunk is not None:
-            sample = chunk.text[: complete_utf8(chunk.text[:SAMPLE_BYTES])]
+            # Raw bytes may be the beginning of a character and no more.
+            sample = chunk.text[: complete_utf8(chunk.text[:SAMPLE_BYTES])] or chunk.text
             tokens_per_byte = (
-                len(tokenizer.encode(sample)) / len(sample) * len(chunk.text) / chunk.source_bytes
+                len(tokenizer.encode(sample)) / len(sample) * len(chunk.text) / max(chunk.source_bytes, 1)
             )
             n_tokens = tokens_per_byte * (part.stop - part.start)
             needed += int(n_tokens * (itemsize + (0 if part.split == "train" else 3)))
@@ -381,10 +452,10 @@ def _check_space(parts: list[Part], tokenizer: Tokenizer, folder: Path, itemsize
         )
 
 
-def _choose_start(tokenizer: Tokenizer, frequencies: npt.NDArray[np.int64]) -> int:
+def _choose_start(tokenizer: Tokenizer, newline_id: int | None, frequencies: npt.NDArray[np.int64]) -> int:
     """Return what an empty prompt starts from: the newline, else the most frequent token that is text."""
-    if tokenizer.newline_id is not None:
-        return tokenizer.newline_id
+    if newline_id is not None:
+        return newline_id
     frequencies = frequencies.copy()
     frequencies[list(tokenizer.control_ids)] = -1
     return int(frequencies.argmax())

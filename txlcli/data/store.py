@@ -1,5 +1,6 @@
 """The ids of a run on disk: their form, and reading them by offset."""
 
+import functools
 import json
 import os
 from collections.abc import Mapping
@@ -105,13 +106,17 @@ class TokenStore:
 class Counts:
     """For each token of a held-out split the source bytes, characters and words that end with it.
 
-    `is_text` is false where the bytes are no text in their encoding: then only bytes are counted.
+    `is_text` is false where the bytes are no text in their encoding: then only bytes are counted. `left_out`
+    names the file of what is no part of the text; None: all of it is.
     """
 
-    def __init__(self, path: Path, *, dtype: str, n_tokens: int, is_text: bool = True) -> None:
+    def __init__(
+        self, path: Path, *, dtype: str, n_tokens: int, is_text: bool = True, left_out: Path | None = None
+    ) -> None:
         self.path = path
         self.n_tokens = n_tokens
         self.is_text = is_text
+        self._left_out = left_out
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._fd = _open_sized(path, 3 * n_tokens * self._dtype.itemsize)
 
@@ -119,6 +124,27 @@ class Counts:
         """Return the counts of the tokens `start` to `stop`: [n, 3] source bytes, characters, words."""
         items = _read_items(self._fd, self.path, self._dtype, 3 * start, 3 * stop, 3 * self.n_tokens)
         return items.astype(np.int64).reshape(-1, 3)
+
+    def left_out_before(self, start: int, stop: int) -> Ids:
+        """Return for the tokens `start` to `stop` the bytes of the source before each that are no text: [n].
+
+        Raises:
+            UserError: their file is damaged.
+        """
+        positions, n_bytes = self._gaps
+        return n_bytes[np.searchsorted(positions, np.arange(start, stop), side="right")]
+
+    @functools.cached_property
+    def _gaps(self) -> tuple[Ids, Ids]:
+        """Positions after a gap, and what was left out up to each after none: [n], [n + 1]."""
+        if self._left_out is None:
+            return np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64)
+        size = self._left_out.stat().st_size
+        if size % 16 or size > 16 * self.n_tokens:
+            raise UserError(f"{self._left_out}: damaged; got {size:,} bytes for {self.n_tokens:,} tokens")
+        data = files.read_bounded(self._left_out, size)
+        positions, n_bytes = np.frombuffer(data, dtype="<u8").astype(np.int64).reshape(-1, 2).T
+        return positions, np.append(0, n_bytes)
 
     def close(self) -> None:
         """Let the file go."""
@@ -196,8 +222,14 @@ def open_counts(run_dir: Path, split: Split) -> Counts:
     path = run_dir / "data" / f"{split}.counts"
     if part.counts_dtype is None:
         raise UserError(f"{path}: the {split} split is stored without counts")
-    is_text = part.n_characters is not None
-    return Counts(path, dtype=part.counts_dtype, n_tokens=part.n_tokens, is_text=is_text)
+    left_out = path.with_suffix(".left_out")
+    return Counts(
+        path,
+        dtype=part.counts_dtype,
+        n_tokens=part.n_tokens,
+        is_text=part.n_characters is not None,
+        left_out=left_out if left_out.exists() else None,
+    )
 
 
 def _split_info(run_dir: Path, info: StoreInfo, split: Split) -> SplitInfo:

@@ -11,8 +11,9 @@ and give the same totals, because what a segment's outputs depend on ends somewh
   N (span - 1) tokens, ceil(N (span - 1) / T) segments.
 
 So every stream but the first starts that many segments early, at a segment's start with an empty memory, and
-the losses of those are not counted. `lay_out` gives all streams equally many segments to run;
-`choose_streams` weighs the warm-up against what streams side by side save.
+the losses of those are not counted. Absolute positions restart on the same grid in every stream, or run on
+through the text: then each stream begins at its place there. `lay_out` gives all streams equally many
+segments to run; `choose_streams` weighs the warm-up against what streams side by side save.
 
 Inputs go through the model's inference path, which keeps projected keys and values. Losses are float32 at
 least and summed in float64, so totals do not drift with the length of a text.

@@ -55,13 +55,14 @@ def run(
     The first row is scored from its beginning. What stands before a row's first token is the text's own, or
     `start_id`. A row that has ended takes no part in later steps.
     """
-    device = model.embed.weight.device
+    # Of each stream's first input: the token before its first target, or the start token of a line.
+    positions = torch.tensor([0 if start_id is not None else row.first - 1 for row in rows])
     with _computing(model, lengths, precision):
-        cache = model.new_cache(len(rows), lengths)
+        cache = model.new_cache(len(rows), lengths, positions.to(model.device))
     for offset in range(0, rows[0].length, lengths.tgt_len):
         active = [row for row in rows if row.length > offset]
         width = min(lengths.tgt_len, active[0].length - offset)
-        window = torch.from_numpy(_read(store, active, offset, width, start_id)).to(device)
+        window = torch.from_numpy(_read(store, active, offset, width, start_id)).to(model.device)
         picked, spans = _pick(active, offset, width)
         with _computing(model, lengths, precision):
             hidden, cache = model.extend(window[:, :-1], _first_streams(cache, len(active)))
@@ -103,19 +104,15 @@ def _pick(
 def _nll(
     model: TransformerXL, hidden: Tensor, targets: Tensor, picked: npt.NDArray[np.int64] | None
 ) -> Tensor:
-    """Return the nats of the picked targets; only for these, and in parts, the vocabulary is gone through."""
+    """Return the nats of the picked targets; only for these the vocabulary is gone through."""
     hidden, targets = hidden.flatten(0, 1), targets.flatten()
     if picked is not None:
         index = torch.from_numpy(picked).to(hidden.device)
         hidden, targets = hidden[index], targets[index]
-    n_part = max(1, MAX_LOGITS // model.embed.num_embeddings)
-    parts = [
-        model.nll(hidden[begin : begin + n_part][None], targets[begin : begin + n_part][None])[0]
-        for begin in range(0, len(targets), n_part)
-    ]
+    nll = model.nll(hidden[None], targets[None], max_logits=MAX_LOGITS)[0]
     # Weights so large that scores overflow give no distribution at all, which is no better than a probability
     # of 0.
-    return torch.cat(parts).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+    return nll.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
 
 
 def _first_streams(cache: KVCache, n_stream: int) -> KVCache:
@@ -125,6 +122,7 @@ def _first_streams(cache: KVCache, n_stream: int) -> KVCache:
     return cache._replace(
         keys=tuple(buffer[:n_stream] for buffer in cache.keys),
         values=tuple(buffer[:n_stream] for buffer in cache.values),
+        position=cache.position[:n_stream],
     )
 
 
@@ -135,7 +133,7 @@ def _computing(model: TransformerXL, lengths: Lengths, precision: Precision) -> 
     Entered anew for each step: a generator that yields inside would change the mode of whoever consumes it.
     """
     try:
-        with torch.inference_mode(), autocast(model.embed.weight.device, precision):
+        with torch.inference_mode(), autocast(model.device, precision):
             yield
     except (RuntimeError, MemoryError) as error:
         # The CPU's allocator runs out with a plain RuntimeError.

@@ -60,18 +60,21 @@ def evaluate(
         place: What errors call the text.
 
     Raises:
-        UserError: there are fewer than two tokens, or memory is too small for these lengths.
+        UserError: there are fewer than two tokens, or the model's positions or memory do not allow these
+            lengths.
     """
+    asked = lengths or model.lengths
+    model.refuse_lengths(asked)
     n_text = store.n_tokens if n_tokens is None else min(n_tokens, store.n_tokens)
     if n_text < 2:
         raise UserError(
             f"{place}: too short to score; got {n_text} token{'' if n_text == 1 else 's'}; "
             "all but the first are scored, so there must be at least 2"
         )
-    started, asked = time.perf_counter(), lengths or model.lengths
+    started = time.perf_counter()
     run_lengths = bound(usable(asked), n_text - 1)
     rows = _share_rows(model, run_lengths, n_text, n_stream or MAX_STREAMS)
-    tally = Tally(model.embed.weight.device, total=sum(row.length for row in rows), record=record)
+    tally = Tally(model.device, total=sum(row.length for row in rows), record=record)
     with evaluation_mode(model):
         for result in run(model, store, rows, run_lengths, precision=precision):
             tally.add(result)
@@ -111,14 +114,17 @@ def evaluate_by_line(
         place: What errors call the text.
 
     Raises:
-        UserError: the vocabulary has no newline, there is no token, or memory is too small for these lengths.
+        UserError: the vocabulary has no newline, there is no token, or the model's positions or memory do not
+            allow these lengths.
     """
+    asked = lengths or model.lengths
+    model.refuse_lengths(asked)
     if newline_id is None:
         raise UserError("--by-line: lines start after a newline token; the vocabulary has none; leave it out")
     if store.n_tokens == 0:
         raise UserError(f"{place}: too short to score; got 0 tokens; by line there must be at least 1")
-    started, asked = time.perf_counter(), lengths or model.lengths
-    tally = Tally(model.embed.weight.device, total=store.n_tokens, record=record)
+    started = time.perf_counter()
+    tally = Tally(model.device, total=store.n_tokens, record=record)
     n_line = longest = widest = 0
     with evaluation_mode(model):
         for lines in _lots_of_lines(store, newline_id):

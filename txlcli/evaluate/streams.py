@@ -165,23 +165,27 @@ class StepSize:
 
 def measure(model: TransformerXL, lengths: Lengths) -> StepSize:
     """Estimate what a step takes from the model's shapes."""
-    n_layer, (n_head, d_head) = len(model.layers), model.content_bias.shape
-    (n_vocab, d_model), device = model.embed.weight.shape, model.embed.weight.device
-    itemsize = model.embed.weight.element_size()
-    n_queries, n_rows, width = lengths.tgt_len, lengths.mem_len + lengths.tgt_len, n_head * d_head
+    n_layer, clusters, itemsize = len(model.layers), model.head.clusters, model.dtype.itemsize
+    n_queries, n_rows = lengths.tgt_len, lengths.mem_len + lengths.tgt_len
+    width, has_values = model.n_head * model.d_head, model.has_value_rows
 
-    macs = n_queries * (model.n_parameters()[1] + 3 * n_layer * n_rows * width + n_vocab * d_model)
+    macs = n_queries * (model.n_parameters()[1] + 3 * n_layer * n_rows * width + clusters.macs)
     cached = n_layer * n_rows * width * itemsize
-    scores = n_head * n_queries * n_rows * itemsize
+    scores = model.n_head * n_queries * n_rows * itemsize
     return StepSize(
         lengths=lengths,
-        fixed=n_layer * FIXED_MACS.get(device.type, 1e9) / macs,
-        # Distance keys, their sinusoids in float64 while they are made, and two copies of the logits.
-        bytes_fixed=cached + 4 * 8 * n_rows * d_model + 2 * max(MAX_LOGITS, n_vocab) * itemsize,
-        # Keys and values; the scores of one layer, of which the eager attention holds five; rows and inner
-        # rows.
-        bytes_stream=2 * cached + 5 * scores + 16 * n_queries * d_model * itemsize,
-        bytes_free=free_bytes(device),
+        fixed=n_layer * FIXED_MACS.get(model.device.type, 1e9) / macs,
+        # Rows of distances for keys and perhaps values, their sinusoids in float64 while they are made, and
+        # two copies of the logits.
+        bytes_fixed=(1 + has_values) * cached
+        + 4 * 8 * n_rows * model.d_model
+        + 2 * max(MAX_LOGITS, clusters.widest) * itemsize,
+        # Keys and values; the scores of one layer, of which the eager attention holds five, or seven where
+        # they are moved back to distances; rows and inner rows.
+        bytes_stream=2 * cached
+        + (7 if has_values else 5) * scores
+        + 16 * n_queries * model.d_model * itemsize,
+        bytes_free=free_bytes(model.device),
     )
 
 

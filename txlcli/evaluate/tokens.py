@@ -75,12 +75,15 @@ def token_scores(store: TokenStore, counts: Counts | None, nats: TokenNats) -> I
     previous = int(store.read(nats.start - 1, nats.start)[0]) if nats.start else None
     for start in range(nats.start, nats.stop, TOKEN_BLOCK):
         stop = min(start + TOKEN_BLOCK, nats.stop)
-        sizes = [0] * (stop - start) if counts is None else counts.read(start, stop)[:, 0].tolist()
-        columns = zip(store.read(start, stop).tolist(), nats.read(start, stop).tolist(), sizes, strict=True)
-        for position, (token, value, n_bytes) in enumerate(columns, start):
-            yield TokenScore(position, token, previous, value, offset)
+        ids, values = store.read(start, stop).tolist(), nats.read(start, stop).tolist()
+        offsets: list[int | None] = [None] * (stop - start)
+        if counts is not None and offset is not None:
+            ends = offset + np.cumsum(counts.read(start, stop)[:, 0])
+            begins = np.append(offset, ends[:-1]) + counts.left_out_before(start, stop)
+            offsets, offset = begins.tolist(), int(ends[-1])
+        for position, (token, value, place) in enumerate(zip(ids, values, offsets, strict=True), start):
+            yield TokenScore(position, token, previous, value, place)
             previous = token
-            offset = None if offset is None else offset + n_bytes
 
 
 def sum_counts(counts: Counts | None, start: int, stop: int) -> tuple[int | None, int | None, int | None]:

@@ -85,11 +85,13 @@ def generate(
         precision: Precision of the matrix products, fp32, bf16 or fp16.
 
     Raises:
-        UserError: the cache does not fit in memory, or the model predicts something that is not a number.
+        UserError: the model's positions do not allow these lengths, the cache does not fit in memory, or the
+            model predicts something that is not a number.
     """
     assert not model.training, "dropout must be off"
-    options = options.seeded()
-    lengths = _at_most(options.lengths(model.lengths), len(prompt.ids) + options.max_tokens)
+    options, asked = options.seeded(), options.lengths(model.lengths)
+    model.refuse_lengths(asked)
+    lengths = _at_most(asked, len(prompt.ids) + options.max_tokens)
     n_samples = options.num_samples
     try:
         log_probs, cache = read_prompt(model, prompt.ids, lengths, precision=precision)
@@ -143,13 +145,13 @@ def read_prompt(
     """Read a prompt from its beginning, and return the log-probabilities of the next token and the cache.
 
     Only the end of a long prompt is read: its last segment and those that warm up the layers for it (see
-    `Lengths.warm_segments`). Starting there, on the grid, changes no result.
+    `Lengths.warm_segments`). Starting there, on the grid and at that position, changes no result.
     """
     n_segments = lengths.warm_segments(len(model.layers))
     begin = max(0, (len(ids) - 1) // lengths.tgt_len - n_segments) * lengths.tgt_len
-    tokens = torch.from_numpy(np.asarray(ids[begin:], dtype=np.int64))[None].to(model.embed.weight.device)
+    tokens = torch.from_numpy(np.asarray(ids[begin:], dtype=np.int64))[None].to(model.device)
     with autocast(tokens.device, precision):
-        cache = model.new_cache(1, lengths)
+        cache = model.new_cache(1, lengths, torch.tensor([begin], device=model.device))
     return feed(model, tokens, cache, precision=precision)
 
 
@@ -184,7 +186,7 @@ def _at_most(lengths: Lengths, n_tokens: int) -> Lengths:
 
 def _too_large(model: TransformerXL, lengths: Lengths, n_samples: int) -> str:
     n_rows = lengths.mem_len + lengths.tgt_len
-    row = 2 * len(model.layers) * model.content_bias.numel() * model.embed.weight.element_size()
+    row = 2 * len(model.layers) * model.n_head * model.d_head * model.dtype.itemsize
     return (
         f"--mem-len: {lengths.mem_len:,} rows at tgt_len {lengths.tgt_len:,} do not fit in memory; "
         f"the cache of {n_samples:,} samples takes {n_samples * n_rows * row / 1e9:,.1f} GB; "

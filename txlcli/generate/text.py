@@ -7,6 +7,7 @@ import numpy as np
 
 from txlcli import UserError
 from txlcli.generate.sampling import Ids
+from txlcli.sources import Newlines, Spaces, convert
 from txlcli.tokenizer import Tokenizer
 
 _NAMED_CHARACTERS = 20
@@ -40,7 +41,14 @@ def to_bytes(text: str | bytes, place: str) -> bytes:
         raise UserError(f"{place}: not text; got {character} at character {error.start}; remove it") from None
 
 
-def encode_prompt(tokenizer: Tokenizer, text: str | bytes, start_id: int) -> Prompt:
+def encode_prompt(
+    tokenizer: Tokenizer,
+    text: str | bytes,
+    start_id: int,
+    *,
+    newlines: Newlines = "keep",
+    spaces: Spaces = "keep",
+) -> Prompt:
     """Turn a prompt into tokens.
 
     Args:
@@ -48,12 +56,15 @@ def encode_prompt(tokenizer: Tokenizer, text: str | bytes, start_id: int) -> Pro
         text: The prompt. In a string lone surrogates may stand for bytes that are not UTF-8, as Python
             hands over arguments of the command line.
         start_id: The token that an empty prompt starts from.
+        newlines: How the run reads newlines; a prompt of nothing but dropped ones is empty.
+        spaces: How the run reads spaces.
 
     Raises:
         UserError: the bytes are not UTF-8 and the tokenizer takes text only.
     """
     source = to_bytes(text, "prompt")
     shown = source.decode("utf-8", "replace")
+    read = convert(source, newlines, spaces)
     notices: tuple[str, ...] = ()
     if tokenizer.kind != "byte":
         try:
@@ -63,9 +74,9 @@ def encode_prompt(tokenizer: Tokenizer, text: str | bytes, start_id: int) -> Pro
                 f"prompt: not UTF-8; got byte 0x{source[error.start]:02x} at offset {error.start}; "
                 f"convert it, or train with --tokenizer byte, which takes any bytes"
             ) from None
-        if unknown := tokenizer.unknown_characters(shown):
+        if unknown := tokenizer.unknown_characters(read.decode("utf-8")):
             notices = (_unknown_notice(unknown, is_kept=tokenizer.is_lossless),)
-    ids = tokenizer.encode(source)
+    ids = tokenizer.encode(read)
     if len(ids) == 0:
         ids = np.array([start_id], dtype=np.int32)
     return Prompt(shown, ids, notices)

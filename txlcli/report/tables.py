@@ -127,5 +127,7 @@ def value_text(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
-        return " ".join(map(str, value)) or "none"
+        # Numbers as their flag takes them.
+        separator = "," if all(isinstance(item, int) for item in value) else " "
+        return separator.join(map(str, value)) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value)

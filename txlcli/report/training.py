@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from tqdm import tqdm
 
+    from txlcli.config import ModelConfig
     from txlcli.evaluate import Score
     from txlcli.train import Evaluated, Event, Finished, FirstLine, Planned, PlanSummary, Stepped
 
@@ -192,8 +193,9 @@ def plan_facts(summary: "PlanSummary") -> list[tuple[str, str]]:
     facts = [
         ("text", f"{' '.join(summary.corpus)} · {size_text(summary.n_bytes)}"),
         ("tokens", f"{summary.n_train_tokens:,} to learn from · {held_out}"),
-        ("vocabulary", f"{summary.tokenizer} · {summary.n_vocab:,}"),
+        ("vocabulary", f"{summary.tokenizer} · {summary.n_vocab:,}{_clusters_text(model)}"),
         ("model", f"{size} · {lengths}"),
+        *([("positions", positions)] if (positions := _positions_text(model)) else []),
         ("parameters", f"{total} = {embedding} embedding + {rest} rest"),
         ("steps", f"{summary.steps:,} of {step} · {epochs} epochs"),
         ("optimizer", f"{optim.optimizer} · {rate}"),
@@ -204,6 +206,29 @@ def plan_facts(summary: "PlanSummary") -> list[tuple[str, str]]:
         end = time.strftime("%H:%M", time.localtime(time.time() + summary.expected_s))
         facts.append(("end", f"about {end}, in {duration_text(summary.expected_s)}"))
     return facts
+
+
+def _clusters_text(model: "ModelConfig") -> str:
+    """Where the clusters of the vocabulary begin, and how their embeddings narrow; empty: one softmax."""
+    if not model.cutoffs:
+        return ""
+    starts = ", ".join(f"{start:,}" for start in model.cutoffs)
+    widths = "" if model.div_val == 1 else f" · each {model.div_val} times narrower"
+    return f" · clusters from {starts}{widths}"
+
+
+def _positions_text(model: "ModelConfig") -> str:
+    """The scheme of positions in words; empty: that of Transformer-XL, as it is by default."""
+    if model.position == "relative":
+        return "relative · biases u and v of each layer its own" if model.untie_r else ""
+    if model.position == "shaw":
+        also = "also on values" if model.shaw_values else "not on values"
+        return f"shaw · rows to distance {model.max_relative_position:,} · {also}"
+    if model.absolute_positions == "continue":
+        return f"{model.position} · run on through the text"
+    # Two keys of one position are then told apart by content alone.
+    repeated = ", rows of memory repeat them" if model.mem_len else ""
+    return f"{model.position} · restart in each segment{repeated}"
 
 
 def score_text(score: "Score") -> str:

@@ -2,15 +2,25 @@
 
 A corpus is its files end to end; a position in it is a byte of the files as they are on disk. Text
 leaves this package as UTF-8 cut at characters, whatever its encoding was, with the bytes that each
-character took before.
+character took before; newlines may be left out of it and spaces read as underscores, as published results
+have it (`convert`).
 """
 
-from txlcli.sources.corpus import Corpus, Source, check_unchanged, find_corpus, find_encoding
+from txlcli.sources.corpus import (
+    Corpus,
+    Newlines,
+    Source,
+    Spaces,
+    check_unchanged,
+    find_corpus,
+    find_encoding,
+)
 from txlcli.sources.read import (
     Chunk,
     character_ends,
     code_points,
     complete_utf8,
+    convert,
     find_split,
     read_chunks,
     read_text,
@@ -31,13 +41,16 @@ __all__ = [
     "VALID_FRACTION",
     "Chunk",
     "Corpus",
+    "Newlines",
     "Progress",
     "Source",
+    "Spaces",
     "Survey",
     "character_ends",
     "check_unchanged",
     "code_points",
     "complete_utf8",
+    "convert",
     "find_corpus",
     "find_encoding",
     "find_split",

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from txlcli import UserError, files
 
@@ -17,6 +17,9 @@ CHUNK_BYTES = 1 << 20
 SNIFF_BYTES = 8192
 # In these, NUL bytes are a normal part of text.
 WIDE = ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be")
+
+Newlines: TypeAlias = Literal["keep", "drop", "eos"]
+Spaces: TypeAlias = Literal["keep", "underscore"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +42,16 @@ class Source:
 class Corpus:
     """Files that are read as one text or, with `raw`, as bytes that need not be text.
 
-    `skipped` lists what was met in folders and is not read, with the reason.
+    `newlines` and `spaces` say how their text is read, as in `convert`. `skipped` lists what was met in
+    folders and is not read, with the reason.
     """
 
     sources: tuple[Source, ...]
     encoding: str = "utf-8"
     errors: Literal["strict", "replace"] = "strict"
     raw: bool = False
+    newlines: Newlines = "keep"
+    spaces: Spaces = "keep"
     skipped: tuple[tuple[Path, str], ...] = ()
 
     @property
@@ -79,6 +85,8 @@ def find_corpus(
     encoding: str = "utf-8",
     errors: Literal["strict", "replace"] = "strict",
     raw: bool = False,
+    newlines: Newlines = "keep",
+    spaces: Spaces = "keep",
     stdin_copy: Path | None = None,
 ) -> Corpus:
     """Find the files behind what a user named: files, folders and `-` for stdin.
@@ -109,7 +117,15 @@ def find_corpus(
                 )
         else:
             found.append(_open_source(name, Path(name), codec, raw)[0])
-    return Corpus(sources=tuple(found), encoding=codec, errors=errors, raw=raw, skipped=tuple(skipped))
+    return Corpus(
+        sources=tuple(found),
+        encoding=codec,
+        errors=errors,
+        raw=raw,
+        newlines=newlines,
+        spaces=spaces,
+        skipped=tuple(skipped),
+    )
 
 
 def find_encoding(name: str) -> str:

@@ -2,14 +2,14 @@
 
 import codecs
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from txlcli import UserError, files
-from txlcli.sources.corpus import CHUNK_BYTES, WIDE, Corpus, Source, became_shorter
+from txlcli.sources.corpus import CHUNK_BYTES, WIDE, Corpus, Newlines, Source, Spaces, became_shorter
 
 PACKED = {
     b"\x1f\x8b": "a gzip file",
@@ -28,19 +28,39 @@ class Chunk(NamedTuple):
     """A piece of text as UTF-8 that ends at a character (raw: any bytes), and what it was in the file.
 
     `sizes[i]` counts the bytes of the file that end with byte i of the text; None: not asked for.
-    `source_bytes` is their sum, `n_replaced` those among them that are no text.
+    `source_bytes` is their sum, `n_replaced` those among them that are no text. `left_out[i]` counts the
+    bytes of the file that stand right before byte i's own and are no part of the text: newlines that are
+    dropped; None: none is left out.
     """
 
     text: bytes
     sizes: Sizes | None
     source_bytes: int
     n_replaced: int
+    left_out: npt.NDArray[np.int64] | None = None
+
+    @property
+    def read_bytes(self) -> int:
+        """The bytes of the file up to the last of the text, left out or not."""
+        return self.source_bytes + (0 if self.left_out is None else int(self.left_out.sum()))
+
+
+def convert(text: bytes, newlines: Newlines, spaces: Spaces) -> bytes:
+    r"""Return a text as a run reads it, by its settings `newlines` and `spaces`.
+
+    `drop` leaves every byte `\n` out, so that of `\r\n` the `\r` stays; `eos` is the vocabulary's affair.
+    `underscore` turns spaces into underscores, which cannot be told from the text's own any more.
+    """
+    if newlines == "drop":
+        text = text.replace(b"\n", b"")
+    return text.replace(b" ", b"_") if spaces == "underscore" else text
 
 
 def read_text(corpus: Corpus, start: int, stop: int) -> Iterator[bytes]:
     """Yield the text between two bytes of the corpus as UTF-8 chunks of about 1 MB, cut at characters.
 
-    Both ends MUST stand at characters, as 0, `n_bytes` and `find_split` do. Raw bytes come as they are.
+    Both ends MUST stand at characters, as 0, `n_bytes` and `find_split` do. Raw bytes come as they are. The
+    corpus' `newlines` and `spaces` are applied, also to raw bytes.
 
     Raises:
         UserError: a file cannot be read, has become shorter, or is no text in its encoding under
@@ -59,6 +79,17 @@ def read_chunks(
     watch: Callable[[bytes], object] | None = None,
 ) -> Iterator[Chunk]:
     """Yield what `read_text` does with its origin; `watch` sees the bytes of the files on their way."""
+    if corpus.newlines == "drop":
+        # What a newline took in the file is known by its size only.
+        yield from _without_newlines(_read_files(corpus, start, stop, True, watch), corpus.spaces)
+        return
+    for chunk in _read_files(corpus, start, stop, sized, watch):
+        yield chunk._replace(text=convert(chunk.text, corpus.newlines, corpus.spaces))
+
+
+def _read_files(
+    corpus: Corpus, start: int, stop: int, sized: bool, watch: Callable[[bytes], object] | None
+) -> Iterator[Chunk]:
     base = 0
     for source in corpus.sources:
         lo, hi = max(start - base, 0), min(stop - base, source.n_bytes)
@@ -66,6 +97,20 @@ def read_chunks(
         if lo < hi:
             read = _read_raw if corpus.raw else _read_utf8 if source.codec == "utf-8" else _read_encoded
             yield from read(source, lo, hi, corpus.errors, sized, watch)
+
+
+def _without_newlines(chunks: Iterable[Chunk], spaces: Spaces) -> Iterator[Chunk]:
+    waiting = 0  # left out since the last byte of text
+    for chunk in chunks:
+        assert chunk.sizes is not None
+        is_kept = np.frombuffer(chunk.text, dtype=np.uint8) != ord("\n")
+        before = waiting + np.cumsum(np.where(is_kept, 0, chunk.sizes), dtype=np.int64)
+        left_out = np.diff(before[is_kept], prepend=0)
+        waiting = int(before[-1]) - int(left_out.sum())
+        if len(left_out):
+            sizes = chunk.sizes[is_kept]
+            text = convert(chunk.text, "drop", spaces)
+            yield Chunk(text, sizes, int(sizes.sum()), chunk.n_replaced, left_out)
 
 
 def find_split(corpus: Corpus, wanted: int) -> int:

@@ -29,11 +29,11 @@ class Survey:
     """What one pass over a corpus found.
 
     Bytes from `split_at` on are held out; `split_at == n_bytes`: nothing is. `alphabet` counts the
-    characters of the part before, most frequent first, `n_characters` is their sum. Of raw bytes nothing
-    is known: `n_characters` is None and `alphabet` empty. `n_replaced` counts the bytes of the whole
-    corpus that are no text in its encoding and are read as U+FFFD. `script` names the commonest script
-    of the letters in one lower-case word: `latin`, `cjk` (Chinese and Japanese), `hangul`, `cyrillic`,
-    ...; `none` where there are no letters.
+    characters of the part before as they are read, most frequent first, `n_characters` is their sum. Of
+    raw bytes nothing is known: `n_characters` is None and `alphabet` empty. `n_replaced` counts the bytes
+    of the whole corpus that are no text in its encoding and are read as U+FFFD. `script` names the
+    commonest script of the letters in one lower-case word: `latin`, `cjk` (Chinese and Japanese), `hangul`,
+    `cyrillic`, ...; `none` where there are no letters.
     """
 
     n_bytes: int
@@ -82,7 +82,7 @@ def survey(
     done = n_replaced = 0
     for begin, end in ((0, split_at), (split_at, n_bytes)):
         for chunk in read_chunks(corpus, begin, end):
-            done += chunk.source_bytes
+            done += chunk.read_bytes
             n_replaced += chunk.n_replaced
             if begin == 0:
                 some = np.bincount(code_points(chunk.text))
@@ -131,7 +131,8 @@ def _survey_notices(corpus: Corpus, alphabet: Mapping[str, int], n_replaced: int
     if n_replaced:
         notices.append(told_replaced(corpus, n_replaced))
     for character, name in (("\r", "carriage returns"), ("\0", "NUL bytes")):
-        if character in alphabet:
+        # Among words that white space separates a carriage return is white space.
+        if character in alphabet and not (character.isspace() and corpus.newlines == "eos"):
             notices.append(f"{corpus.name}: {alphabet[character]:,} {name} are kept as characters")
     return tuple(notices)
 

@@ -6,6 +6,7 @@ Inside the program text is UTF-8 bytes (for `byte`: any bytes). What each kind p
     byte            the 256 bytes                                     any
     char            256 bytes, the training text's characters         any; a new character costs its bytes
     word            <unk>, the most frequent words and signs          what its vocabulary covers
+    word, eos       <eos>, <unk>, the most frequent words             its words and newlines
     sentencepiece   <unk>, 256 bytes, the training text's pieces      any; a new character costs its bytes
 
 Long text is encoded in chunks that give the ids of one pass, because encoding works on *units* that stand for
@@ -14,12 +15,16 @@ the next chunk. No unit is longer than 4,096 bytes, so what is kept is short.
 
 A control id (`<unk>`) never comes out of text that the vocabulary covers, and a text that spells `<unk>`,
 `</s>` or `<0x41>` is only text.
+
+`word, eos` is `word` with the setting `newlines eos`, the words of published corpora (see `corpus_words`).
+There a text that spells `<unk>` means it, and units are single words with the white space before them.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
+from txlcli.tokenizer.corpus_words import CorpusWordTokenizer
 from txlcli.tokenizer.pieces import PieceTokenizer, default_vocab_size
 from txlcli.tokenizer.stored import Ids, damaged, read_fields
 from txlcli.tokenizer.symbols import ByteTokenizer, CharTokenizer
@@ -43,7 +48,7 @@ class Tokenizer(Protocol):
 
     @property
     def control_ids(self) -> tuple[int, ...]:
-        """Ids that only the program writes; never drawn when sampling."""
+        """Ids that stand for lost text; never drawn when sampling."""
 
     @property
     def is_lossless(self) -> bool:
@@ -89,16 +94,24 @@ class Tokenizer(Protocol):
 
 
 def build_tokenizer(
-    kind: str, *, vocab_size: int | None, text: Callable[[], Iterator[bytes]], n_bytes: int, seed: int
+    kind: str,
+    *,
+    vocab_size: int | None,
+    text: Callable[[], Iterator[bytes]],
+    n_bytes: int,
+    seed: int,
+    newlines: Literal["keep", "drop", "eos"] = "keep",
 ) -> Tokenizer:
     """Make a vocabulary out of the training text.
 
     Args:
         kind: `byte`, `char`, `word` or `sentencepiece`.
-        vocab_size: Upper bound on the number of ids; None: none for byte and char, a rule for the others.
+        vocab_size: Upper bound on the number of ids; None: none for byte, char and the words of `eos`, a rule
+            for the others.
         text: Starts a fresh pass over the training text in chunks.
         n_bytes: Size of the training text, about.
         seed: Chooses what sentencepiece learns from in a text of more than SAMPLE_BYTES.
+        newlines: `eos`, with `word` only: a newline is the word `<eos>`. Dropped ones are not in `text`.
 
     Raises:
         UserError: the bound leaves no room for what the kind always needs, or the text has no words.
@@ -107,6 +120,8 @@ def build_tokenizer(
         return ByteTokenizer.build(vocab_size)
     if kind == "char":
         return CharTokenizer.build(text(), vocab_size)
+    if kind == "word" and newlines == "eos":
+        return CorpusWordTokenizer.build(text(), vocab_size)
     if kind == "word":
         return WordTokenizer.build(text(), vocab_size)
     if kind == "sentencepiece":
@@ -127,6 +142,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         return ByteTokenizer.load(folder, fields)
     if kind == "char":
         return CharTokenizer.load(folder, fields)
+    if kind == "word" and fields.get("newlines") == "eos":
+        return CorpusWordTokenizer.load(folder, fields)
     if kind == "word":
         return WordTokenizer.load(folder, fields)
     if kind == "sentencepiece":

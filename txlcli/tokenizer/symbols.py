@@ -116,7 +116,7 @@ class CharTokenizer:
         rest = b""
         for block in blocks(chunks, 2**20):
             text = rest + block
-            stop = _complete_characters(text)
+            stop = complete_characters(text)
             is_used[_code_points(text[:stop])] = True
             rest = text[stop:]
         is_used[_code_points(rest)] = True
@@ -176,7 +176,7 @@ class CharTokenizer:
 
     def complete_prefix(self, text: bytes) -> int:
         """Count all bytes but those of a last character that is not whole yet."""
-        return _complete_characters(text)
+        return complete_characters(text)
 
     def decode(self, ids: Iterable[int], after: int | None = None) -> bytes:
         """Turn ids into text."""
@@ -252,7 +252,8 @@ def _utf8_sizes(points: npt.NDArray[np.unsignedinteger[Any]]) -> npt.NDArray[np.
     return sizes
 
 
-def _complete_characters(text: bytes) -> int:
+def complete_characters(text: bytes) -> int:
+    """Count all bytes but those of a last character that is not whole yet."""
     # The last four bytes decide: a lead byte that announces more bytes than there are waits for them.
     for n_have in range(1, min(4, len(text)) + 1):
         byte = text[-n_have]

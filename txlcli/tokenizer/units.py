@@ -8,7 +8,7 @@ before, so a reader that sees the text in chunks finds the same cuts.
 
 import heapq
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -23,6 +23,17 @@ def complete_prefix(text: bytes) -> int:
     """Count the leading bytes of `text`, which starts at a unit, that are whole units already."""
     line = text.rfind(b"\n") + 1
     return max(_cuts(text, line, len(text)), default=line)
+
+
+def whole_units(chunks: Iterable[bytes], complete_prefix: Callable[[bytes], int]) -> Iterator[bytes]:
+    """Cut a text where units end, whatever chunks it comes in and whatever its units are."""
+    rest = b""
+    for block in blocks(chunks, 2**20):
+        text = rest + block
+        stop = complete_prefix(text)
+        yield text[:stop]
+        rest = text[stop:]
+    yield rest
 
 
 def units(text: bytes) -> list[bytes]:

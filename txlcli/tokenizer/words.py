@@ -18,7 +18,7 @@ a word. Ids ascend from the most to the least frequent.
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import groupby, repeat
@@ -39,7 +39,7 @@ from txlcli.tokenizer.stored import (
     write_files,
 )
 from txlcli.tokenizer.symbols import check_bound
-from txlcli.tokenizer.units import blocks, complete_prefix, is_cut_inside, parts
+from txlcli.tokenizer.units import complete_prefix, is_cut_inside, parts, whole_units
 
 UNKNOWN = 0
 JOIN = ""
@@ -104,7 +104,7 @@ class WordTokenizer:
         limit = max(COUNTED_PER_ID * n_tokens, MIN_COUNTED)
         # A word is counted with its space and without, and added up at the end: that keeps the loop in C.
         found: Counter[str] = Counter()
-        for text in _whole_units(chunks):
+        for text in whole_units(chunks, complete_prefix):
             found.update(_split(text, has_joins=True))
             if len(found) > limit:
                 found = Counter(dict(found.most_common(limit // 2)))
@@ -222,16 +222,6 @@ class WordTokenizer:
     @cached_property
     def _is_word_of_id(self) -> list[bool]:
         return [True, *map(_is_word, self.tokens)]
-
-
-def _whole_units(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    rest = b""
-    for block in blocks(chunks, 2**20):
-        text = rest + block
-        stop = complete_prefix(text)
-        yield text[:stop]
-        rest = text[stop:]
-    yield rest
 
 
 def _split(text: bytes, *, has_joins: bool) -> list[str]:

@@ -66,8 +66,8 @@ def refuse_missing_muon() -> None:
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
     """Say whether Muon takes this weight: the matrices between hidden states.
 
-    Not the embedding and the head, whose rows are tokens; not the distance projection W_r, which reads no
-    hidden state but sinusoids; not biases and norms.
+    Not the embedding and the head, whose rows are tokens, nor their projections; not the distance projection
+    W_r, which reads no hidden state but sinusoids, nor tables of positions; not biases and norms.
     """
     is_matrix = name.startswith("layers.") and name.endswith(".weight") and parameter.ndim == 2
     return is_matrix and not name.endswith("attention.r.weight")
@@ -76,8 +76,8 @@ def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
 def build_optimizers(model: nn.Module, optim: OptimConfig) -> dict[str, Optimizer]:
     """Return the optimizers by name; every parameter belongs to exactly one.
 
-    Weight decay pulls on matrices only: biases, norms and the two query biases are free of it. Every group
-    of parameters carries the factor of its rate as `lr_factor`.
+    Weight decay pulls on matrices and tables: biases, norms and the two query biases are free of it. Every
+    group of parameters carries the factor of its rate as `lr_factor`.
 
     Raises:
         UserError: Muon is asked for and this torch has none.
@@ -98,7 +98,7 @@ def build_optimizers(model: nn.Module, optim: OptimConfig) -> dict[str, Optimize
 
 def _elementwise(kind: str, named: Sequence[tuple[str, nn.Parameter]], decay: float) -> Optimizer:
     # Fused: one pass over weights and state; each element's arithmetic is its own, so it repeats bit for bit.
-    is_decayed = [name.endswith(".weight") and p.ndim == 2 for name, p in named]
+    is_decayed = [p.ndim >= 2 and not name.endswith("bias") for name, p in named]
     groups = [
         {
             "params": [p for (_, p), is_ours in zip(named, is_decayed, strict=True) if is_ours == wanted],

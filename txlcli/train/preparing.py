@@ -19,6 +19,7 @@ from txlcli.config import (
     LENGTHS,
     Config,
     Settings,
+    Sourced,
     build,
     dump,
     leaf,
@@ -36,6 +37,7 @@ from txlcli.plan import (
     last_eval_is_whole,
     plan_length,
     plan_text,
+    plan_vocabulary,
     run_s,
     take_from_run,
 )
@@ -105,9 +107,11 @@ class _Request:
     settings: Settings
     is_from_file: bool
     device: torch.device
+    attention: str
     init: Run | None
     started: float
     should_stop: Callable[[], bool]
+    notices: tuple[str, ...]
 
     @classmethod
     def of(
@@ -126,12 +130,35 @@ class _Request:
         choose_precision(str(_value(settings, "precision")), device, training=True)
         if _value(settings, "optimizer") == "muon":
             refuse_missing_muon()
-        return cls(settings, is_from_file, device, init, started, should_stop)
+        attention, told = choose_attention(settings)
+        if told is not None and _value(settings, "attention") != "auto":
+            settings = settings | {"attention": Sourced(attention, f"plan: {told}")}
+        notices = () if told is None else (f"attention: {told}",)
+        return cls(settings, is_from_file, device, attention, init, started, should_stop, notices)
 
     def pause(self) -> None:
         """End the preparation if the user wants to stop."""
         if self.should_stop():
             raise Interrupted
+
+
+def choose_attention(settings: Settings) -> tuple[str, str | None]:
+    """Choose the form of attention for a model, and say why where it is not the one asked for, else None.
+
+    Raises:
+        UserError: one named on the command line cannot run this model.
+    """
+    name = _value(settings, "attention")
+    has_values = _value(settings, "position") == "shaw" and _value(settings, "shaw_values")
+    choice = choose_backend(name, has_values=has_values)
+    if choice.name == (choose_backend("auto").name if name == "auto" else name):
+        return choice.name, None
+    if name != "auto" and settings["attention"].origin == FLAG:
+        raise UserError(
+            f"--attention: cannot run this model; got `{name}`; {choice.reason}; leave it out, "
+            f"or give {choice.name}"
+        )
+    return choice.name, f"{choice.reason}, using {choice.name}"
 
 
 def _value(settings: Settings, name: str) -> Any:  # Any: a setting's own type, which its name decides
@@ -153,10 +180,13 @@ def _prepare(
     request: _Request, out: Path | None, is_dry: bool, stack: ExitStack
 ) -> Generator[Event, None, Ready | None]:
     """Do all of `begin` but its last event; `stack` holds what must be undone unless that event comes."""
+    yield from map(Notice, request.notices)
     texts = yield from _find_texts(request, out, is_dry, stack)
     run, facts = texts.run, _facts(request, texts)
     settings = plan_text(request.settings, facts, from_file=request.is_from_file)
     tokenizer = yield from _make_tokenizer(request, settings, texts)
+    facts = replace(facts, n_vocab=tokenizer.n_vocab)
+    settings = plan_vocabulary(settings, facts, from_file=request.is_from_file)
     info = yield from _encode(request, texts, tokenizer)
     valid = info.splits.get("valid")
     facts = replace(
@@ -229,6 +259,8 @@ def _find_texts(
         "encoding": _value(settings, "encoding"),
         "errors": _value(settings, "encoding_errors"),
         "raw": _value(settings, "tokenizer") == "byte" if "tokenizer" in settings else False,
+        "newlines": _value(settings, "newlines"),
+        "spaces": _value(settings, "spaces"),
     }
     has_stdin = "-" in paths
     corpus = None if has_stdin else find_corpus(paths, **rules)
@@ -280,7 +312,7 @@ def _facts(request: _Request, texts: _Texts) -> Facts:
         device_kind=request.device.type,
         has_bf16=has_bf16(request.device),
         has_muon=has_muon(),
-        attention=choose_backend("auto").name,
+        attention=request.attention,
     )
 
 
@@ -306,6 +338,7 @@ def _make_tokenizer(
             text=lambda: _interruptible(request, read_text(texts.corpus, 0, found.split_at)),
             n_bytes=found.split_at,
             seed=_value(settings, "seed"),
+            newlines=_value(settings, "newlines"),
         )
         asked = _value(request.settings, "vocab_size")
         if asked is not None and tokenizer.n_vocab != asked:
@@ -368,7 +401,7 @@ def _summarize(
         memory_bytes=memory_bytes(config, tokenizer.n_vocab),
         device=str(device),
         precision=config.machine.precision,
-        attention=choose_backend(config.machine.attention).name,
+        attention=config.machine.attention,
         expected_s=expected_s,
         last_eval_tokens=valid if is_whole else min(valid, config.train.eval_tokens or valid),
         config=config,

@@ -30,7 +30,7 @@ from txlcli.tokenizer import load_tokenizer
 from txlcli.train.cost import Interrupted, measure
 from txlcli.train.events import Budget, Event, Finished, Notice, Progress, Ready
 from txlcli.train.optim import learning_rate
-from txlcli.train.preparing import without_length
+from txlcli.train.preparing import choose_attention, without_length
 from txlcli.train.state import Counters, read_counters
 
 
@@ -82,6 +82,9 @@ def resume(
             f"give {saved.step} or more"
         )
     choose_precision(config.machine.precision, choose_device(config.machine.device), training=True)
+    _, told = choose_attention(settings)
+    if told is not None:
+        yield Notice(f"attention: {told}")
     if steps != old_steps and old_steps is not None and steps > saved.step:
         rates = [learning_rate(saved.step + 1, config.optim, n) for n in (old_steps, steps)]
         yield Notice(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from txlcli import UserError
 from txlcli.checkpoint import NonFiniteError, describe_weights, save_checkpoint
-from txlcli.config import Config
+from txlcli.config import Config, SettingError, blame, read_settings
 from txlcli.data import Batches, Counts, StoreInfo, TokenStore, open_counts, open_split, read_store_info
 from txlcli.device import choose_device, choose_precision, environment
 from txlcli.evaluate import Score
@@ -73,9 +73,12 @@ class Session:
         batches = Batches(store, config.optim.batch_size, config.model.tgt_len)
         steps = list_checkpoints(run)
         init = None if steps or config.data.init is None else choose_checkpoint(open_run(config.data.init))
-        state = TrainState.start(
-            config, batches, tokenizer.n_vocab, device=device, precision=precision, init=init
-        )
+        try:
+            state = TrainState.start(
+                config, batches, tokenizer.n_vocab, device=device, precision=precision, init=init
+            )
+        except SettingError as error:  # a config.yaml changed by hand no longer fits the vocabulary
+            raise blame(error, read_settings(run.config_path)) from None
         session = cls(run, config, state, tokenizer, info, valid, counts)
         if steps:
             session.restore(run.checkpoint_path(steps[-1]))

@@ -4,6 +4,7 @@
 
     optimizer.<optimizer>.<key>.<parameter>    as torch names them: exp_avg, exp_avg_sq, momentum_buffer, step
     memory.<layer>                             [B, M, D], the streams of all parts one after the other
+    memory.position                            [B], tokens that each stream has read since memory was empty
     random.cpu, random.<device>                states of the random generators
 
 and `state.json` the counters, the gradient scaler of fp16, the environment (what must be equal for bit-exact
@@ -29,6 +30,7 @@ from txlcli.config import Config
 from txlcli.data import Batches
 from txlcli.device import Precision, autocast
 from txlcli.model import Memory, TransformerXL
+from txlcli.positions import AbsoluteSinusoids
 from txlcli.train.optim import build_optimizers, set_learning_rate
 
 
@@ -174,6 +176,7 @@ class TrainState:
         if filled:
             for layer, rows in enumerate(zip(*(part.hidden for part in filled), strict=True)):
                 tensors[f"memory.{layer}"] = torch.cat(rows)
+            tensors["memory.position"] = torch.cat([part.position for part in filled])
         tensors["random.cpu"] = torch.get_rng_state()
         if self.device.type == "cuda":
             tensors["random.cuda"] = torch.cuda.get_rng_state(self.device)
@@ -233,16 +236,24 @@ class TrainState:
         rows = [tensors[f"memory.{i}"] for i in range(len(self.model.layers)) if f"memory.{i}" in tensors]
         if not rows:
             return self.forget()
-        lengths, width = self.model.lengths, self.model.embed.embedding_dim
-        n_rows = rows[0].shape[1]
-        expected = (self.batches.n_stream, n_rows, width)
+        lengths, n_rows = self.model.lengths, rows[0].shape[1]
+        expected = (self.batches.n_stream, n_rows, self.model.d_model)
         if len(rows) != len(self.model.layers) or any(t.shape != expected for t in rows):
             raise ValueError("the memory has another shape than the model's")
         if n_rows > lengths.mem_len:
             raise ValueError(f"the memory has {n_rows} rows, more than mem_len {lengths.mem_len}")
-        on_device = [t.to(self.device) for t in rows]
-        self.memory = [Memory(tuple(t[part] for t in on_device)) for part in self.parts()]
+        position = tensors.get("memory.position")
+        if position is None and not self._positions_run_on():
+            position = torch.zeros(self.batches.n_stream, dtype=torch.int64)  # written before there were any
+        if position is None or position.shape != (self.batches.n_stream,) or position.dtype != torch.int64:
+            raise ValueError("the memory has no position for each stream")
+        on_device, position = [t.to(self.device) for t in rows], position.to(self.device)
+        self.memory = [Memory(tuple(t[part] for t in on_device), position[part]) for part in self.parts()]
         return None
+
+    def _positions_run_on(self) -> bool:
+        positions = self.model.positions
+        return isinstance(positions, AbsoluteSinusoids) and positions.runs_on
 
 
 def optimize(state: TrainState, *, rate: float, clip: float) -> StepResult:
