@@ -249,20 +249,20 @@ def clusters(n_vocab: int, *, from_file: bool = False, **flags: str) -> Sourced 
 def test_clusters_stand_where_the_authors_put_them() -> None:
     words = {"tokenizer": "word", "d_model": "1024", "n_head": "16"}
     assert clusters(267_735, **words) == Sourced(
-        (20_000, 40_000, 200_000), "plan: for a vocabulary of 267,735"
+        (13_000, 40_000, 110_000), "plan: for a vocabulary of 267,735"
     )
-    assert clusters(793_471, **words).value == (60_000, 120_000, 600_000)
-    assert clusters(ADAPTIVE_FROM, **words).value == (1_500, 3_000, 15_000)
+    assert clusters(793_471, **words).value == (40_000, 120_000, 320_000)
+    assert clusters(ADAPTIVE_FROM, **words).value == (400, 1_200, 3_200)
 
 
 def test_clusters_are_for_many_words_unless_asked_for() -> None:
-    none = Sourced((), "plan: no gain from clusters below a vocabulary of 20,000")
+    none = Sourced((), "plan: no gain from clusters below a vocabulary of 8,000")
     assert clusters(ADAPTIVE_FROM - 1, tokenizer="word") == none
     assert clusters(1, tokenizer="word", cutoffs="auto", div_val="4") == none
     for tokenizer in ("byte", "char", "sentencepiece"):
         unasked = clusters(ADAPTIVE_FROM, tokenizer=tokenizer)
         assert unasked == Sourced((), "plan: clusters are for vocabularies of words")
-        assert clusters(ADAPTIVE_FROM, tokenizer=tokenizer, cutoffs="auto").value == (1_500, 3_000, 15_000)
+        assert clusters(ADAPTIVE_FROM, tokenizer=tokenizer, cutoffs="auto").value == (400, 1_200, 3_200)
         assert clusters(3, tokenizer=tokenizer, cutoffs="auto", div_val="4") == none
 
 
@@ -276,7 +276,7 @@ def test_with_a_file_clusters_are_derived_only_where_it_says_auto() -> None:
     assert clusters(50_000, from_file=True, tokenizer="word") is None
     assert clusters(50_000, from_file=True, tokenizer="word", cutoffs="none") == Sourced((), FLAG)
     found = clusters(50_000, from_file=True, tokenizer="word", cutoffs="auto")
-    assert found == Sourced((3_800, 7_500, 38_000), "plan: for a vocabulary of 50,000")
+    assert found == Sourced((2_500, 7_500, 20_000), "plan: for a vocabulary of 50,000")
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_with_a_file_clusters_are_derived_only_where_it_says_auto() -> None:
 )
 def test_there_are_no_more_clusters_than_have_a_width(flags: dict[str, str], n_clusters: int) -> None:
     found = clusters(50_000, tokenizer="word", **flags)
-    assert found.value == (3_800, 7_500, 38_000)[:n_clusters]
+    assert found.value == (2_500, 7_500, 20_000)[:n_clusters]
     assert found.origin.endswith(" leaves no width for more") == (n_clusters < 3)
 
 
@@ -312,8 +312,8 @@ def test_derived_clusters_fit_any_vocabulary(
     found = clusters(n_vocab, **flags)
     assert is_planned(found)
     assert isinstance(found.value, tuple)
-    # 7.5 %, 15 % and 75 %, rounded to two figures: by 5 % at most.
-    for start, share in zip(found.value, (0.075, 0.15, 0.75), strict=False):
+    # 5 %, 15 % and 40 %, rounded to two figures: by 5 % at most.
+    for start, share in zip(found.value, (0.05, 0.15, 0.4), strict=False):
         assert start == pytest.approx(share * n_vocab, rel=0.05)
 
 

@@ -988,12 +988,13 @@ def test_clusters_are_derived_from_the_vocabulary_that_the_text_gives(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(plan, "ADAPTIVE_FROM", 17)
+    monkeypatch.setattr(plan, "CLUSTER_STARTS", (0.1, 0.2, 0.8))
     ready = make_run(tmp_path, tokenizer="word", div_val=2)
     n_vocab = load_tokenizer(ready.run.tokenizer_folder).n_vocab
     assert n_vocab == 17
-    assert ready.config.model.cutoffs == open_config(ready.run).model.cutoffs == (1, 2, 13)
+    assert ready.config.model.cutoffs == open_config(ready.run).model.cutoffs == (1, 3, 14)
     assert ready.origins["cutoffs"] == "plan: for a vocabulary of 17"
-    assert "cutoffs: [1, 2, 13]" in ready.run.config_path.read_text()
+    assert "cutoffs: [1, 3, 14]" in ready.run.config_path.read_text()
     assert np.isfinite(losses(train_run(tmp_path, "trained", tokenizer="word", div_val=2)[0])).all()
 
 
