@@ -58,22 +58,21 @@ class Oracle:
         self.embed = {name: value.tolist() for name, value in embed.named_parameters()}
         self.head = {name: value.tolist() for name, value in head.named_parameters()}
         self.starts = [0, *clusters.cutoffs, clusters.n_vocab]
+        self.is_one = clusters.div_val == 1 or not clusters.cutoffs
 
     def cluster(self, word):
         return sum(word >= cutoff for cutoff in self.c.cutoffs)
 
     def row(self, values, word):
         i = self.cluster(word)
-        return (
-            values["weight"][word] if self.c.div_val == 1 else values[f"weights.{i}"][word - self.starts[i]]
-        )
+        return values["weight"][word] if self.is_one else values[f"weights.{i}"][word - self.starts[i]]
 
     def is_projected(self, i):
         width = self.c.d_embed // self.c.div_val**i
-        return width != self.c.d_model or (self.c.div_val > 1 and self.c.proj_same_dim)
+        return width != self.c.d_model or (not self.is_one and self.c.proj_same_dim)
 
     def input_projection(self, i):
-        return self.embed[f"projections.{0 if self.c.div_val == 1 else i}"]
+        return self.embed[f"projections.{0 if self.is_one else i}"]
 
     def vector(self, word):
         """h(w) = P_i E_i[w]"""

@@ -675,7 +675,7 @@ def test_eval_table(trained):
         "text      valid text of the run",
         "scored    from empty memory over the whole text, every token but the first scored",
         "newlines  part of the text, scored like every other token",
-        "rules     same_length off · no clamp_len · fp32 on cpu",
+        "rules     position relative · same_length off · no clamp_len · fp32 on cpu",
         "* longer than in training: mem_len 8, tgt_len 8",
         "this text chose the checkpoint",
     ):
@@ -883,7 +883,10 @@ def test_a_model_that_cannot_be_is_refused_and_leaves_nothing(text, tmp_path, fl
         ("--position shaw", "positions   shaw · rows to distance 8 · also on values"),
         ("--position sinusoid", "positions   sinusoid · restart in each segment, rows of memory repeat them"),
         ("--position learned --mem-len 0", "positions   learned · restart in each segment"),
-        ("--tokenizer word --cutoffs 5,12 --div-val 2", "clusters from 5, 12 · each 2 times narrower"),
+        (
+            "--tokenizer word --cutoffs 5,12 --div-val 2",
+            "clusters from 5, 12 · each 2 times narrower, projections tied: tail",
+        ),
     ],
 )
 def test_a_dry_run_names_scheme_and_clusters(text, tmp_path, flags, row):

@@ -85,9 +85,10 @@ def configs(draw: st.DrawFn) -> Config:
     values["accumulate"] = min(values["accumulate"], 2**40)
     values["batch_size"] = values["accumulate"] * draw(st.integers(1, 100))
     values["lr_end"] = min(values["lr"], values["lr_end"])
-    values["d_embed"] = values["d_embed"] or values["d_model"]
-    if values["d_embed"] < values["div_val"] ** len(values["cutoffs"]):
+    if (values["d_embed"] or values["d_model"]) < values["div_val"] ** len(values["cutoffs"]):
         values["div_val"] = 1
+    if values["same_length"] == "mem_len":
+        values["mem_len"] = max(values["mem_len"], 1)
     if values["position"] != "relative":
         values["untie_r"] = False
     if values["position"] != "shaw":
@@ -218,6 +219,37 @@ def test_a_length_flag_replaces_the_length_of_the_file() -> None:
     }
 
 
+def test_another_scheme_of_positions_replaces_what_the_file_has_of_its_own() -> None:
+    file = {
+        "position": Sourced("shaw", "f:1"),
+        "max_relative_position": Sourced(16, "f:2"),
+        "shaw_values": Sourced(False, "f:3"),
+        "clamp_len": Sourced(8, "f:4"),
+        "n_layer": Sourced(3, "f:5"),
+    }
+    relative = override(file, from_flags({"position": "relative"}))
+    assert set(relative) == {"position", "clamp_len", "n_layer"}
+    sinusoid = override(file, from_flags({"position": "sinusoid"}))
+    assert set(sinusoid) == {"position", "n_layer"}
+    assert build(sinusoid).model.position == "sinusoid"
+    same = override(file, from_flags({"position": "shaw", "mem_len": "4"}))
+    assert build(same).model.max_relative_position == 16
+    with pytest.raises(UserError, match=r"^--clamp-len: clamp_len 3 needs position relative or shaw"):
+        build(override(file, from_flags({"position": "learned", "clamp_len": "3"})))
+
+
+def test_only_sinusoids_need_an_even_width() -> None:
+    for position in ("shaw", "learned"):
+        assert ModelConfig(d_model=15, n_head=3, position=position).d_model == 15
+
+
+@pytest.mark.parametrize("text", ["[]", "none", "null", "~", ""])
+def test_every_way_to_write_none_is_no_cutoffs(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"model:\n  cutoffs: {text}\n")
+    assert load(path).model.cutoffs == ()
+
+
 def test_false_and_zero_are_set_and_none_is_not() -> None:
     flags = from_flags({"tied": False, "mem_len": "0", "n_layer": None, "corpus": []})
     assert {name: sourced.value for name, sourced in flags.items()} == {"tied": False, "mem_len": 0}
@@ -295,6 +327,15 @@ BAD_TOGETHER = [
     (
         {"max_relative_position": "9"},
         "--max-relative-position: max_relative_position 9 needs position shaw; got relative",
+    ),
+    (
+        {"same_length": "mem_len", "mem_len": "0"},
+        "--same-length: same_length mem_len leaves no key to see at mem_len 0; "
+        "give off or mem_len+1, or a memory",
+    ),
+    (
+        {"d_model": "15", "n_head": "3", "position": "sinusoid"},
+        "--d-model: must be even, for pairs of sine and cosine; got 15; try 16",
     ),
     ({"shaw_values": False}, "--no-shaw-values: shaw_values false needs position shaw; got relative"),
     (

@@ -126,7 +126,7 @@ def test_a_published_preset_leaves_nothing_to_defaults(name: str) -> None:
     if config.data.tokenizer == "byte":
         absent |= {"cutoffs", "div_val"}
     assert left == absent
-    assert config.model.d_embed == config.model.d_model
+    assert config.model.d_embed is None
     assert (config.optim.accumulate, config.model.norm, config.model.same_length) == (1, "post", "off")
     assert all(sourced.origin != DEFAULT for sourced in settings.values())
 

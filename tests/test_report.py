@@ -279,6 +279,7 @@ def test_the_plan_names_what_people_ask_for():
         "tokens      1,059,624 to learn from · 55,770 held out",
         "vocabulary  char · 321",
         "model       4 layers of 160 · 4 heads of 40 · tgt_len 64 · mem_len 64",
+        "positions   relative",
         "parameters  1.39 M = 51.7 k embedding + 1.34 M rest",
         "steps       3,000 of 16 streams × 64 tokens · 2.90 epochs",
         "optimizer   adamw · lr 0.004 · cosine · warm-up 50 steps",
@@ -296,8 +297,12 @@ def test_the_plan_names_what_people_ask_for():
 @pytest.mark.parametrize(
     ("flags", "row"),
     [
-        ({}, None),
-        ({"untie_r": "true"}, "positions   relative · biases u and v of each layer its own"),
+        ({}, "positions   relative"),
+        ({"untie_r": "true"}, "positions   relative · u and v for each layer"),
+        (
+            {"clamp_len": "96", "same_length": "mem_len+1"},
+            "positions   relative · clamp_len 96 · same_length mem_len+1",
+        ),
         ({"position": "shaw"}, "positions   shaw · rows to distance 64 · also on values"),
         (
             {"position": "shaw", "shaw_values": "false", "max_relative_position": "1000"},
@@ -314,24 +319,26 @@ def test_the_plan_names_what_people_ask_for():
         ),
     ],
 )
-def test_the_plan_names_a_scheme_that_is_not_the_default(flags, row):
+def test_the_plan_names_the_scheme_of_positions(flags, row):
     settings = config.from_flags({"steps": "3000", **flags})
     text, _ = draw([train.Planned(summary(config=config.build(settings)))])
-    assert [line for line in text.splitlines() if line.startswith("positions")] == [row] * (row is not None)
+    assert [line for line in text.splitlines() if line.startswith("positions")] == [row]
 
 
 @pytest.mark.parametrize(
     ("flags", "row"),
     [
-        ({"cutoffs": "2000,8000"}, "vocabulary  word · 33,000 · clusters from 2,000, 8,000"),
+        ({"cutoffs": "2000,8000"}, "embeddings  clusters from 2,000, 8,000"),
         (
-            {"cutoffs": "9", "div_val": "4"},
-            "vocabulary  word · 33,000 · clusters from 9 · each 4 times narrower",
+            {"cutoffs": "9", "div_val": "4", "d_embed": "64"},
+            "embeddings  clusters from 9 · each 4 times narrower, projections tied: tail · 64 wide",
         ),
+        ({"tied": False}, "embeddings  output has its own table"),
         ({"div_val": "4"}, "vocabulary  word · 33,000"),
+        ({"newlines": "eos", "tokenizer": "word"}, "vocabulary  word · 33,000 · newlines are <eos>"),
     ],
 )
-def test_the_plan_says_where_clusters_begin(flags, row):
+def test_the_plan_says_how_a_vocabulary_is_read_and_divided(flags, row):
     settings = config.from_flags({"steps": "3000", **flags})
     text, _ = draw([train.Planned(summary(config=config.build(settings), tokenizer="word", n_vocab=33_000))])
     assert row in text.splitlines()

@@ -1029,6 +1029,7 @@ def test_small_vocabularies_asked_for_clusters_train_towards_their_floor(
         "cutoffs": "auto",
         "div_val": 4,
         "lr": 0.03,
+        "warmup": 10,
         "steps": 60,
         "eval_every": 60,
         "save_every": 60,
@@ -1101,3 +1102,35 @@ def test_learned_positions_start_another_run_at_their_own_length(tmp_path: Path)
     with pytest.raises(UserError, match=r"^--tgt-len: comes with --init and its learned positions; got 4, "):
         make_run(tmp_path, "third", **{**free, "tgt_len": 4}, init=str(first.folder))
     assert not (tmp_path / "third").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (
+            {"tokenizer": "char", "cutoffs": "20"},
+            "cutoffs: clusters pay where frequent tokens have small ids; those of a char vocabulary are not "
+            "sorted by frequency",
+        ),
+        (
+            {"tokenizer": "word", "div_val": "2"},
+            "div_val: 2 asked for; without cutoffs there is one cluster, so it changes nothing",
+        ),
+        ({"tokenizer": "word", "cutoffs": "5", "div_val": "2"}, None),
+    ],
+)
+def test_clusters_that_bring_nothing_are_told(
+    flags: dict[str, str], told: str | None, tmp_path: Path
+) -> None:
+    settings = from_flags({**TINY, "corpus": (str(write_corpus(tmp_path)),), **flags, "steps": "1"})
+    texts = [event.text for event in of_kind(list(begin(settings, dry_run=True)), Notice)]
+    assert [text for text in texts if text.startswith(("cutoffs", "div_val"))] == [told] * (told is not None)
+
+
+def test_contradictions_are_refused_before_the_text_is_read(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path)
+    flags = from_flags({"corpus": (str(corpus),), "position": "shaw", "untie_r": True})
+    events = begin(flags, out=tmp_path / "run")
+    with pytest.raises(UserError, match=r"^--untie-r: untie_r true needs position relative; got shaw$"):
+        next(events)
+    assert not (tmp_path / "run").exists()

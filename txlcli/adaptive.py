@@ -65,8 +65,8 @@ class Clusters:
 
     @property
     def is_one_table(self) -> bool:
-        """Whether all clusters are as wide and so are slices of one table."""
-        return self.div_val == 1
+        """Whether all clusters are as wide and so are slices of one table; a single one always is."""
+        return self.div_val == 1 or not self.cutoffs
 
     @property
     def n_embedding(self) -> int:
@@ -109,7 +109,7 @@ class Clusters:
 
     def has_projection(self, i: int) -> bool:
         """Whether cluster `i` is projected between its width and d_model."""
-        return self.widths[i] != self.d_model or (self.div_val > 1 and self.proj_same_dim)
+        return self.widths[i] != self.d_model or (not self.is_one_table and self.proj_same_dim)
 
     def cluster_of(self, tokens: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
         """Return each token's cluster."""

@@ -488,12 +488,11 @@ def clusters_of(config: ModelConfig, n_vocab: int) -> Clusters:
         UserError: they do not fit a vocabulary of this size.
     """
     config.check_vocabulary(n_vocab)
-    assert config.d_embed is not None, "settled by the config"
     assert config.cutoffs != "auto", "refused before"
     return Clusters(
         n_vocab=n_vocab,
         d_model=config.d_model,
-        d_embed=config.d_embed,
+        d_embed=config.d_embed or config.d_model,
         cutoffs=config.cutoffs,
         div_val=config.div_val,
         proj_same_dim=config.proj_same_dim,

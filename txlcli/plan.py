@@ -53,9 +53,9 @@ ADAPTIVE_FROM = 8_000
 CLUSTER_STARTS = (0.05, 0.15, 0.4)
 """Shares of the vocabulary at which a cluster begins.
 
-Where words follow Zipf's law these take a sixth to an eighth of one softmax's multiply-adds; on a CPU the loss
-was 7 to 12 times faster for vocabularies of 8,000 to 268,000, and three tenths or more faster than at the
-published 7.5, 15 and 75 %. About two thirds of the text stay in the first cluster.
+Where words follow Zipf's law these take a sixth to an eighth of one softmax's multiply-adds; on a CPU the
+loss was 7 to 12 times faster for vocabularies of 8,000 to 268,000, and three tenths or more faster than at
+the published 7.5, 15 and 75 %. About two thirds of the text stay in the first cluster.
 """
 
 WARMUP_SHARE = 0.05

@@ -32,6 +32,7 @@ from txlcli.report import Screen, Stages, eval_table, facts_table, json_text, on
 
 if TYPE_CHECKING:
     from txlcli.api import LanguageModel
+    from txlcli.config import ModelConfig
     from txlcli.data import Counts, Split, SplitInfo, TokenStore
     from txlcli.device import Precision
     from txlcli.evaluate import Score, TokenNats
@@ -216,6 +217,7 @@ class _Result:
             {
                 "mem_len": length,
                 "tgt_len": score.lengths.tgt_len,
+                "same_length": score.lengths.same_length,
                 "context_min": score.context_min,
                 "context_max": score.context_max,
                 "receptive_field": score.receptive_field,
@@ -422,7 +424,9 @@ def _protocol(
         "scoring": by_line if request.is_by_line else whole,
         "newlines": _NEWLINES[lm.config.data.newlines],
         "spaces": _SPACES[lm.config.data.spaces],
-        "same_length": score.lengths.same_length,
+        "position": _position(lm.config.model),
+        # As asked for: a row at mem_len 0 may have had to do without it, which its notice says.
+        "same_length": request.same_length or lm.model.lengths.same_length,
         "clamp_len": score.lengths.clamp_len,
         "checkpoint": checkpoint,
         "tokenizer": lm.tokenizer.kind,
@@ -433,6 +437,12 @@ def _protocol(
         "is_lower_bound": not lm.tokenizer.is_lossless and text.info.n_unknown > 0,
         "unknown_tokens": text.info.n_unknown,
     }
+
+
+def _position(model: "ModelConfig") -> str:
+    """The scheme of positions, and for absolute ones where they start."""
+    is_absolute = model.position in ("sinusoid", "learned")
+    return f"{model.position}, {model.absolute_positions}" if is_absolute else model.position
 
 
 def _notices(
@@ -476,7 +486,7 @@ def _write_table(result: _Result, out: Screen) -> None:
         *([("spaces", str(protocol["spaces"]))] if protocol["spaces"] != _SPACES["keep"] else []),
         (
             "rules",
-            f"same_length {protocol['same_length']} · {clamp} · {machine}",
+            f"position {protocol['position']} · same_length {protocol['same_length']} · {clamp} · {machine}",
         ),
         *(("note" if i == 0 else "", notice) for i, notice in enumerate(result.notices)),
     ]

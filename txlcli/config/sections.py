@@ -27,6 +27,15 @@ from txlcli.config.setting import (
 
 MAX_CUTOFFS = 64
 
+SCHEMES_OF: Mapping[str, tuple[str, ...]] = {
+    "untie_r": ("relative",),
+    "max_relative_position": ("shaw",),
+    "shaw_values": ("shaw",),
+    "absolute_positions": ("sinusoid",),
+    "clamp_len": ("relative", "shaw"),
+}
+"""Settings that not every scheme of positions has; elsewhere they keep their default."""
+
 
 class SettingError(UserError):
     """A rule broken by one setting, or by several together: which ones, and the fault without its place.
@@ -140,33 +149,38 @@ class ModelConfig:
     )
     position: Literal["relative", "shaw", "sinusoid", "learned"] = option(
         "relative",
-        "how positions enter",
+        "how positions enter: relative, shaw, sinusoid or learned",
+        metavar="SCHEME",
         shapes_weights=True,
         more="relative: Dai et al. 2019. shaw: learned rows of distances, Shaw et al. 2018. "
         "sinusoid, learned: absolute positions added to the input, Vaswani et al. 2017.",
     )
     untie_r: bool = option(
-        False, "content and position bias (u, v) of each layer its own; relative", shapes_weights=True
+        False, "query biases (u, v) for each layer, with position relative", shapes_weights=True
     )
     max_relative_position: int | None = option(
         None,
-        "largest distance with rows of its own; shaw (k); none: the larger of tgt_len and mem_len",
+        "largest distance with rows of its own (k), with position shaw; none: tgt_len or mem_len",
         min=0,
         max=10**6,
         shapes_weights=True,
+        more="None: the larger of the two. Farther keys share the row of the largest distance.",
     )
-    shaw_values: bool = option(True, "rows of distances also on the values; shaw", shapes_weights=True)
+    shaw_values: bool = option(
+        True, "rows of distances on the values too, with position shaw", shapes_weights=True
+    )
     absolute_positions: Literal["restart", "continue"] = option(
         "restart",
-        "positions start anew in each segment, or run on; sinusoid",
-        shapes_weights=True,
-        more="With restart a row of memory may carry the position of another; with continue none returns.",
+        "whether they start anew in each segment, with position sinusoid",
+        more="restart: each segment counts from 0, so rows of memory carry the same positions as the "
+        "segment. continue: positions count on through the text, to some that no training reached.",
     )
     clamp_len: int | None = option(None, "distances beyond this share one encoding", min=0, is_planned=True)
     same_length: Literal["off", "mem_len", "mem_len+1"] = option(
         "off",
         "keys that every query sees, itself included",
-        more="Off: all of memory and the segment up to itself, so later queries of a segment see more.",
+        more="off: all of memory and the segment up to itself, so later queries of a segment see more. "
+        "mem_len: so many keys, as the authors' PyTorch code has it. mem_len+1: one more, as in TensorFlow.",
     )
     tied: bool = option(True, "one table for input and output embeddings", shapes_weights=True)
     d_embed: int | None = option(
@@ -185,7 +199,7 @@ class ModelConfig:
     )
     tie_projs: Literal["none", "tail", "all"] = option(
         "tail",
-        "clusters whose output projection is that of their input",
+        "clusters whose output projection is their input's; tail: all but the first",
         shapes_weights=True,
         more="There are projections where a cluster's width is not d_model, and with div_val above 1.",
     )
@@ -199,7 +213,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        if self.d_model % 2:
+        if self.d_model % 2 and self.position in ("relative", "sinusoid"):
             raise SettingError(
                 ["d_model"],
                 f"must be even, for pairs of sine and cosine; got {self.d_model}; try {self.d_model + 1}",
@@ -213,31 +227,27 @@ class ModelConfig:
             object.__setattr__(self, "d_head", self.d_model // self.n_head)
         if self.d_inner is None:
             object.__setattr__(self, "d_inner", 4 * self.d_model)
-        if self.d_embed is None:
-            object.__setattr__(self, "d_embed", self.d_model)
+        if self.same_length == "mem_len" and self.mem_len == 0:
+            raise SettingError(
+                ["same_length", "mem_len"],
+                "same_length mem_len leaves no key to see at mem_len 0; give off or mem_len+1, or a memory",
+            )
         self._check_positions()
         n_tail = 0 if self.cutoffs == "auto" else len(self.cutoffs)
         if n_tail > MAX_CUTOFFS:
             raise SettingError(["cutoffs"], f"must be {MAX_CUTOFFS} at most; got {n_tail:,}")
-        assert self.d_embed is not None
-        if self.d_embed < self.div_val**n_tail:
+        d_embed = self.d_embed or self.d_model
+        if d_embed < self.div_val**n_tail:
             raise SettingError(
                 ["div_val", "cutoffs", "d_embed"],
-                f"div_val {self.div_val} leaves no width for cluster {n_tail} of d_embed {self.d_embed}; "
+                f"div_val {self.div_val} leaves no width for cluster {n_tail} of d_embed {d_embed}; "
                 "give a smaller one, or fewer cutoffs",
             )
 
     def _check_positions(self) -> None:
         """Refuse what a scheme of positions does not have, and settle the rows of shaw."""
-        only = {
-            "untie_r": (self.untie_r, ("relative",)),
-            "max_relative_position": (self.max_relative_position is not None, ("shaw",)),
-            "shaw_values": (not self.shaw_values, ("shaw",)),
-            "absolute_positions": (self.absolute_positions == "continue", ("sinusoid",)),
-            "clamp_len": (self.clamp_len is not None, ("relative", "shaw")),
-        }
-        for name, (is_set, schemes) in only.items():
-            if is_set and self.position not in schemes:
+        for name, schemes in SCHEMES_OF.items():
+            if getattr(self, name) != _BY_NAME[name].default and self.position not in schemes:
                 raise SettingError(
                     [name, "position"],
                     f"{name} {scalar_text(getattr(self, name))} needs position {' or '.join(schemes)}; "
@@ -453,8 +463,15 @@ def from_flags(values: Mapping[str, object]) -> Settings:
 
 
 def override(base: Settings, changes: Settings) -> Settings:
-    """Lay changes over settings; a length replaces any other length, a held-out file the fraction."""
+    """Lay changes over settings.
+
+    A length replaces any other length, a held-out file the fraction, and a scheme of positions what another
+    had of its own.
+    """
     dropped = {name for group in _EXCLUSIVE if any(name in changes for name in group) for name in group}
+    if "position" in changes:
+        position = changes["position"].value
+        dropped |= {name for name, schemes in SCHEMES_OF.items() if position not in schemes}
     return {name: value for name, value in base.items() if name not in dropped} | changes
 
 

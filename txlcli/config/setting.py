@@ -251,7 +251,7 @@ def _typed(leaf: Leaf, value: object) -> object:
         is_list = isinstance(items, (tuple, list)) and all(_is_text(item) for item in items)
         return tuple(items) if is_list and isinstance(items, (tuple, list)) else None
     if leaf.kind == "ints":
-        return value if value in leaf.choices else _ascending(value)
+        return value if value in leaf.choices else _ascending(() if value is None else value)
     if leaf.kind == "bool":
         return value if isinstance(value, bool) else None
     if leaf.kind == "str":

@@ -71,7 +71,8 @@ def runs_table(summaries: Iterable["RunSummary"]) -> "Table":
         step = "–" if summary.step is None else f"{summary.step:,}"
         table.add_row(
             Text(escape_controls(str(summary.run.folder))),
-            f"{model.n_layer} × {model.d_model}",
+            f"{model.n_layer} × {model.d_model}"
+            + ("" if model.position == "relative" else f" {model.position}"),
             f"{summary.tokenizer} {summary.n_vocab:,}",
             step if summary.steps is None else f"{step}/{summary.steps:,}",
             "–" if summary.best_step is None else f"{summary.best_step:,}",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from tqdm import tqdm
 
-    from txlcli.config import ModelConfig
+    from txlcli.config import DataConfig, ModelConfig
     from txlcli.evaluate import Score
     from txlcli.train import Evaluated, Event, Finished, FirstLine, Planned, PlanSummary, Stepped
 
@@ -193,9 +193,10 @@ def plan_facts(summary: "PlanSummary") -> list[tuple[str, str]]:
     facts = [
         ("text", f"{' '.join(summary.corpus)} · {size_text(summary.n_bytes)}"),
         ("tokens", f"{summary.n_train_tokens:,} to learn from · {held_out}"),
-        ("vocabulary", f"{summary.tokenizer} · {summary.n_vocab:,}{_clusters_text(model)}"),
+        ("vocabulary", f"{summary.tokenizer} · {summary.n_vocab:,}{_text_rules(config.data)}"),
+        *([("embeddings", embeddings)] if (embeddings := _embeddings_text(model)) else []),
         ("model", f"{size} · {lengths}"),
-        *([("positions", positions)] if (positions := _positions_text(model)) else []),
+        ("positions", _positions_text(model)),
         ("parameters", f"{total} = {embedding} embedding + {rest} rest"),
         ("steps", f"{summary.steps:,} of {step} · {epochs} epochs"),
         ("optimizer", f"{optim.optimizer} · {rate}"),
@@ -208,27 +209,45 @@ def plan_facts(summary: "PlanSummary") -> list[tuple[str, str]]:
     return facts
 
 
-def _clusters_text(model: "ModelConfig") -> str:
-    """Where the clusters of the vocabulary begin, and how their embeddings narrow; empty: one softmax."""
-    if not model.cutoffs:
-        return ""
-    starts = ", ".join(f"{start:,}" for start in model.cutoffs)
-    widths = "" if model.div_val == 1 else f" · each {model.div_val} times narrower"
-    return f" · clusters from {starts}{widths}"
+def _text_rules(data: "DataConfig") -> str:
+    """How newlines and spaces are read where that is not as they stand."""
+    newlines = {"keep": "", "drop": " · newlines left out", "eos": " · newlines are <eos>"}[data.newlines]
+    return newlines + ("" if data.spaces == "keep" else " · spaces are underscores")
+
+
+def _embeddings_text(model: "ModelConfig") -> str:
+    """How the vocabulary's embeddings are divided and shared; empty: one table as wide as the model."""
+    assert model.cutoffs != "auto", "settled by the plan"
+    parts = []
+    if model.cutoffs:
+        parts.append("clusters from " + ", ".join(f"{start:,}" for start in model.cutoffs))
+        if model.div_val > 1:
+            parts.append(f"each {model.div_val} times narrower, projections tied: {model.tie_projs}")
+    if model.d_embed not in (None, model.d_model):
+        parts.append(f"{model.d_embed} wide")
+    if not model.tied:
+        parts.append("output has its own table")
+    return " · ".join(parts)
 
 
 def _positions_text(model: "ModelConfig") -> str:
-    """The scheme of positions in words; empty: that of Transformer-XL, as it is by default."""
-    if model.position == "relative":
-        return "relative · biases u and v of each layer its own" if model.untie_r else ""
+    """The scheme of positions in words, and how far attention sees."""
+    parts: list[str] = [model.position]
     if model.position == "shaw":
         also = "also on values" if model.shaw_values else "not on values"
-        return f"shaw · rows to distance {model.max_relative_position:,} · {also}"
-    if model.absolute_positions == "continue":
-        return f"{model.position} · run on through the text"
-    # Two keys of one position are then told apart by content alone.
-    repeated = ", rows of memory repeat them" if model.mem_len else ""
-    return f"{model.position} · restart in each segment{repeated}"
+        parts += [f"rows to distance {model.max_relative_position:,}", also]
+    elif model.position != "relative" and model.absolute_positions == "continue":
+        parts.append("run on through the text")
+    elif model.position != "relative":
+        # Two keys of one position are then told apart by content alone.
+        parts.append("restart in each segment" + (", rows of memory repeat them" if model.mem_len else ""))
+    if model.clamp_len is not None:
+        parts.append(f"clamp_len {model.clamp_len:,}")
+    if model.same_length != "off":
+        parts.append(f"same_length {model.same_length}")
+    if model.untie_r:
+        parts.append("u and v for each layer")
+    return " · ".join(parts)
 
 
 def score_text(score: "Score") -> str:

@@ -60,6 +60,16 @@ from txlcli.train.optim import has_muon, refuse_missing_muon
 
 LARGEST_LINE_BYTES = 400
 
+_ANY_TEXT = Facts(
+    n_bytes=2_000_000,
+    n_characters=2_000_000,
+    alphabet_size=100,
+    script="latin",
+    device_kind="cpu",
+    has_bf16=False,
+    has_muon=False,
+)
+
 
 def begin(
     settings: Settings,
@@ -118,9 +128,12 @@ class _Request:
         cls, settings: Settings, is_from_file: bool, started: float, should_stop: Callable[[], bool]
     ) -> "_Request":
         """Look at what can be refused at once."""
+        name = _value(settings, "init")
         if is_from_file:
             build(settings)
-        name = _value(settings, "init")
+        elif name is None:
+            # What contradicts itself does so for any text: refused before a long one is read.
+            plan_text(settings, _ANY_TEXT)
         init = None if name is None else open_run(str(name))
         if init is not None:
             choose_checkpoint(init)
@@ -187,6 +200,7 @@ def _prepare(
     tokenizer = yield from _make_tokenizer(request, settings, texts)
     facts = replace(facts, n_vocab=tokenizer.n_vocab)
     settings = plan_vocabulary(settings, facts, from_file=request.is_from_file)
+    yield from _told_clusters(settings)
     info = yield from _encode(request, texts, tokenizer)
     valid = info.splits.get("valid")
     facts = replace(
@@ -226,6 +240,20 @@ def _prepare(
     origins = {leaf.name: planned[leaf.name].origin if leaf.name in planned else DEFAULT for leaf in LEAVES}
     write_whole(run.config_path, dump(config, origins).encode())
     return Ready(run, config, origins, budget)
+
+
+def _told_clusters(settings: Settings) -> Iterator[Notice]:
+    """Say where clusters of the vocabulary, or their widths, bring nothing."""
+    kind, starts, div_val = (_value(settings, name) for name in ("tokenizer", "cutoffs", "div_val"))
+    if starts and kind != "word":
+        yield Notice(
+            "cutoffs: clusters pay where frequent tokens have small ids; "
+            f"those of a {kind} vocabulary are not sorted by frequency"
+        )
+    if div_val > 1 and not starts:
+        yield Notice(
+            f"div_val: {div_val} asked for; without cutoffs there is one cluster, so it changes nothing"
+        )
 
 
 def _told_short_streams(config: Config, facts: Facts) -> Iterator[Notice]:
