@@ -15,6 +15,7 @@ from txlcli.cli import main
 from txlcli.cli.app import app
 from txlcli.config import DEFAULT, LEAVES, dump, flatten, load, presets, read_settings
 from txlcli.model import TransformerXL
+from txlcli.train.optim import has_muon
 
 # The vocabulary of the published model, and its parameters there.
 PUBLISHED = {
@@ -175,7 +176,8 @@ def test_the_commands_of_a_header_run_on_a_users_text(name: str, texts: None) ->
 
 @pytest.mark.parametrize("name", [name for name in presets() if name not in PUBLISHED])
 def test_the_other_presets_train_too(name: str, texts: None) -> None:
-    run(*arguments(name, "Command"), *SMALL.split())
+    optimizer = [] if has_muon() else ["--optimizer", "adamw"]
+    run(*arguments(name, "Command"), *SMALL.split(), *optimizer)
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name.startswith(("wt103", "lm1b"))])
