@@ -238,6 +238,16 @@ def test_another_scheme_of_positions_replaces_what_the_file_has_of_its_own() -> 
         build(override(file, from_flags({"position": "learned", "clamp_len": "3"})))
 
 
+@pytest.mark.parametrize(
+    ("tgt_len", "mem_len", "largest"),
+    [(64, 64, 64), (64, 0, 63), (1, 0, 0), (1, 5, 5), (8, 100, 100), (9, 1, 9)],
+)
+def test_rows_of_distances_end_where_training_does(tgt_len: int, mem_len: int, largest: int) -> None:
+    config = ModelConfig(position="shaw", tgt_len=tgt_len, mem_len=mem_len)
+    assert config.max_relative_position == largest
+    assert largest <= tgt_len + mem_len - 1
+
+
 def test_only_sinusoids_need_an_even_width() -> None:
     for position in ("shaw", "learned"):
         assert ModelConfig(d_model=15, n_head=3, position=position).d_model == 15

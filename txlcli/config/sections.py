@@ -164,7 +164,7 @@ class ModelConfig:
         min=0,
         max=10**6,
         shapes_weights=True,
-        more="None: the larger of the two. Farther keys share the row of the largest distance.",
+        more="None: the larger of the two, as far as training sees. Farther keys share its row.",
     )
     shaw_values: bool = option(
         True, "rows of distances on the values too, with position shaw", shapes_weights=True
@@ -254,7 +254,9 @@ class ModelConfig:
                     f"got {self.position}",
                 )
         if self.position == "shaw" and self.max_relative_position is None:
-            object.__setattr__(self, "max_relative_position", max(self.tgt_len, self.mem_len))
+            # Never beyond the largest distance of training, whose row would stay as it was drawn.
+            largest = min(max(self.tgt_len, self.mem_len), self.tgt_len + self.mem_len - 1)
+            object.__setattr__(self, "max_relative_position", largest)
 
     def check_vocabulary(self, n_vocab: int) -> None:
         """Refuse cut-offs that do not fit a vocabulary of `n_vocab`.
