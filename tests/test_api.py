@@ -7,6 +7,7 @@ import torch
 import txlcli
 from txlcli import UserError, config
 from txlcli.api import LanguageModel, load
+from txlcli.attention import BACKENDS, Backend, relative_attention
 from txlcli.checkpoint import describe_weights, save_checkpoint
 from txlcli.data import prepare
 from txlcli.evaluate import Score, evaluate, final_score
@@ -193,6 +194,18 @@ def test_a_machine_without_the_device_is_refused_before_anything_is_read(tmp_pat
         load(tmp_path / "nothing", device="cpu", precision="fp16")
     with pytest.raises(UserError, match="no such run folder"):
         load(tmp_path / "nothing", device="cpu")
+
+
+def test_a_named_attention_that_cannot_run_the_model_is_refused(make_run, monkeypatch):
+    monkeypatch.setitem(BACKENDS, "plain", Backend(relative_attention, takes_values=False))
+    with pytest.raises(
+        UserError,
+        match=r"^--attention: cannot run this model; got `plain`; plain takes no rows of distances for the "
+        r"values \(--shaw-values\); leave it out, or give eager$",
+    ):
+        load(make_run(position="shaw").folder, device="cpu", attention="plain")
+    for name, scheme in (("b", {"position": "shaw", "shaw_values": False}), ("c", {})):
+        load(make_run(name=name, **scheme).folder, device="cpu", attention="plain")
 
 
 def test_generation_takes_the_training_precision_on_cuda_only(make_run):

@@ -333,8 +333,8 @@ class TestSchemes:
     def test_any_number_of_streams_gives_the_nats_of_the_training_path(
         self, store_of, side_by_side, scheme, lengths
     ):
-        if scheme == "learned" and lengths.tgt_len > 5:
-            pytest.skip("has no rows for them")
+        if scheme == "learned":  # it has five rows; longer segments are refused, see below
+            lengths = lengths._replace(tgt_len=min(lengths.tgt_len, 5))
         ids, model = draw_ids(63), build_scheme(scheme)
         expected = along_training_path(model, ids, lengths)
         for n_stream in (1, 3):

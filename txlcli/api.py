@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from txlcli import UserError
-from txlcli.attention import choose_backend
+from txlcli.attention import cannot_run, choose_backend
 from txlcli.checkpoint import load_model
 from txlcli.config import Config, check, leaf
 from txlcli.data import Counts, Split, TokenStore, encode_text, open_counts, open_split, read_store_info
@@ -275,7 +275,9 @@ def load(
         repeat_exactly()
     run = latest_run() if path is None else open_run(path)
     loaded = load_model(run, str(checkpoint), chosen)
-    loaded.model.use_attention(attention)
+    choice = loaded.model.use_attention(attention)
+    if attention not in ("auto", choice.name):
+        raise cannot_run(attention, choice)
     return LanguageModel(
         run=run,
         step=loaded.step,

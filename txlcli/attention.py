@@ -175,3 +175,11 @@ def choose_backend(name: str, *, has_values: bool = False) -> BackendChoice:
         reason = f"{name} takes no rows of distances for the values (--shaw-values)"
         return BackendChoice("eager", relative_attention, reason)
     return BackendChoice(name, BACKENDS[name].attend, "asked for")
+
+
+def cannot_run(name: str, choice: BackendChoice) -> UserError:
+    """Return the refusal of a backend that was asked for by name and gave way to `choice`."""
+    return UserError(
+        f"--attention: cannot run this model; got `{name}`; {choice.reason}; "
+        f"leave it out, or give {choice.name}"
+    )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from txlcli import UserError
-from txlcli.attention import choose_backend
+from txlcli.attention import cannot_run, choose_backend
 from txlcli.config import (
     DEFAULT,
     FLAG,
@@ -167,10 +167,7 @@ def choose_attention(settings: Settings) -> tuple[str, str | None]:
     if choice.name == (choose_backend("auto").name if name == "auto" else name):
         return choice.name, None
     if name != "auto" and settings["attention"].origin == FLAG:
-        raise UserError(
-            f"--attention: cannot run this model; got `{name}`; {choice.reason}; leave it out, "
-            f"or give {choice.name}"
-        )
+        raise cannot_run(name, choice)
     return choice.name, f"{choice.reason}, using {choice.name}"
 
 
