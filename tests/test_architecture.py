@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import txlcli
@@ -19,12 +20,18 @@ ORDER = [
     *("config", "files", "tokenizer", "sources", "data"),
     *("device", "attention", "positions", "adaptive", "model"),
     *("run", "checkpoint"),
-    *("evaluate", "generate", "plan", "train", "api"),
+    *("evaluate", "generate", "plan", "train", "bench", "api"),
     *("report", "cli"),
 ]
 
 # Procedures stand beside one another: only these may use another.
-PROCEDURES = {"evaluate": set(), "generate": set(), "plan": set(), "train": {"evaluate", "generate", "plan"}}
+PROCEDURES = {
+    "evaluate": set(),
+    "generate": set(),
+    "plan": set(),
+    "train": {"evaluate", "generate", "plan"},
+    "bench": {"evaluate", "generate", "plan", "train"},
+}
 
 CONFINED = {
     "yaml": {"config"},
@@ -34,6 +41,7 @@ CONFINED = {
     "click": {"cli"},
     "rich": {"report", "cli"},
     "tqdm": {"report"},
+    "triton": {"attention"},
 }
 
 # Whoever asks for help, for the list of runs or for a setting does not wait for torch.
@@ -112,6 +120,7 @@ def test_third_party_packages_stay_where_they_belong() -> None:
             assert noun(path) in CONFINED[package], f"{path} imports {package}"
         at_import = third_party(path, only_at_import=True)
         assert "sentencepiece" not in at_import, f"{path} loads sentencepiece before it is needed"
+        assert "triton" not in at_import or path.stem == "kernels", f"{path} loads triton, maybe absent"
         assert noun(path) not in WITHOUT_TORCH or "torch" not in at_import, f"{path} loads torch"
 
 
@@ -162,6 +171,8 @@ def test_light_modules_do_not_load_torch() -> None:
 def test_importing_has_no_effect(tmp_path: Path) -> None:
     names = [".".join(["txlcli", *path.relative_to(PACKAGE).with_suffix("").parts]) for path in MODULES]
     names = [name.removesuffix(".__init__") for name in names if not name.endswith("__main__")]
+    if find_spec("triton") is None:
+        names.remove("txlcli.attention.kernels")
     done = run_python(
         "import os, random, signal, sys, threading\n"
         "import numpy, torch\n"

@@ -4,15 +4,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import reference
-from tests.tolerance import assert_same
+from tests.tolerance import assert_as_accurate, assert_same
 from txlcli import UserError
-from txlcli import attention as attention_module
 from txlcli.attention import (
     BACKENDS,
     Backend,
+    Demands,
     RelativeBias,
     align,
+    blocks,
+    choice,
     choose_backend,
+    project,
     relative_attention,
     unalign,
 )
@@ -69,6 +72,17 @@ FORMS = {
 all_forms = pytest.mark.parametrize("form", FORMS)
 
 
+# Each form of the operation with what it takes. Triton's kernels do not run on a CPU: see test_fused.py.
+PAIRS = [
+    (backend, form)
+    for backend in BACKENDS
+    for form in FORMS
+    if backend != "triton" and BACKENDS[backend].refuses(Demands(has_values=form == "shaw")) is None
+]
+all_pairs = pytest.mark.parametrize(("backend", "form"), PAIRS)
+fast_pairs = pytest.mark.parametrize(("backend", "form"), [pair for pair in PAIRS if pair[0] != "eager"])
+
+
 def by_loops(q, k, v, bias, first=None):
     """Attend by the loops of the reference, with zeros for what a form does not have."""
     r = torch.zeros_like(k[0]) if bias is None else bias.r.flip(1)
@@ -101,9 +115,8 @@ def test_first_hides_what_lies_before_it(form, n_queries, n_memory):
     assert_same(out[0], itself if form != "shaw" else itself + bias.values[:, -1:])
 
 
-@all_forms
+@all_pairs
 @pytest.mark.parametrize(("n_queries", "n_memory"), SIZES)
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_no_gradient_comes_from_a_later_or_hidden_key(backend, n_queries, n_memory, form):
     q, k, v, r, u, w = draw(n_queries, n_memory, grad=True)
     first = torch.arange(n_queries).expand(2, -1)
@@ -148,21 +161,147 @@ def test_half_precision_has_a_float32_softmax(form):
     assert torch.isfinite(out).all()
 
 
+@pytest.fixture(params=[2, 128], ids=["blocks of 2", "one block"])
+def _blocks(request, monkeypatch):
+    monkeypatch.setattr(blocks, "N_QUERIES", request.param)
+
+
+def as_in_the_model(x):
+    """Return the same numbers, laid out as heads that were split from projected rows."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def results(attend, form, inputs, first, out_gradient):
+    """Return the result and the gradients of all inputs that the form uses."""
+    q, k, v, r, u, w = inputs
+    out = attend(q, k, v, FORMS[form](r, u, w), first=first)
+    grads = torch.autograd.grad(out, inputs, out_gradient.to(out.dtype), allow_unused=True)
+    return [out.detach(), *(grad for grad in grads if grad is not None)]
+
+
+@pytest.mark.usefixtures("_blocks")
+@fast_pairs
+@pytest.mark.parametrize(("n_queries", "n_memory"), [*SIZES, (16, 5), (17, 40)])
+@pytest.mark.parametrize("has_first", [False, True])
+def test_fast_forms_are_the_eager_one(backend, form, n_queries, n_memory, has_first):
+    drawn = draw(n_queries, n_memory, spare=2)
+    inputs = [as_in_the_model(x).requires_grad_() if x.ndim == 4 else x.requires_grad_() for x in drawn]
+    first = torch.stack([torch.arange(n_queries) // 2, torch.arange(n_queries)]) if has_first else None
+    gradient = torch.randn_like(inputs[0])
+    expected = results(relative_attention, form, inputs, first, gradient)
+    actual = results(BACKENDS[backend].attend, form, inputs, first, gradient)
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
+        assert_same(a, b)
+    with torch.no_grad():
+        q, k, v, r, u, w = inputs
+        assert_same(BACKENDS[backend].attend(q, k, v, FORMS[form](r, u, w), first=first), expected[0])
+
+
+@pytest.mark.usefixtures("_blocks")
+@fast_pairs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n_queries", "n_memory"), [*SIZES, (33, 20)])
+def test_fast_forms_are_as_accurate_as_the_eager_one(backend, form, dtype, n_queries, n_memory):
+    inputs = draw(n_queries, n_memory, d_head=8, dtype=dtype, grad=True)
+    exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
+    gradient = torch.randn_like(inputs[0])
+    exact = results(relative_attention, form, exact_inputs, None, gradient)
+    plain = results(relative_attention, form, inputs, None, gradient)
+    fast = results(BACKENDS[backend].attend, form, inputs, None, gradient)
+    for n, (f, p, e) in enumerate(zip(fast, plain, exact, strict=True)):
+        assert f.dtype == p.dtype
+        assert_as_accurate(f, p, e, factor=3 if n else 2)
+
+
+@fast_pairs
+def test_fast_forms_compute_in_the_type_of_autocast(backend, form):
+    q, k, v, r, u, w = draw(5, 3, dtype=torch.float32, grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = BACKENDS[backend].attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), FORMS[form](r, u, w))
+    assert out.dtype == torch.bfloat16
+    grads = torch.autograd.grad(out.float().sum(), (q, k, v), allow_unused=True)
+    assert [grad.dtype for grad in grads] == [torch.float32] * 3
+
+
+@fast_pairs
+def test_fast_forms_neither_write_their_inputs_nor_read_what_is_unset(backend, form):
+    inputs = draw(5, 3, grad=True)
+    before = [x.detach().clone() for x in inputs]
+    gradient = torch.randn_like(inputs[0])
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        out = results(BACKENDS[backend].attend, form, inputs, None, gradient)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.isfinite(x).all() for x in out)
+    assert all(torch.equal(a, b) for a, b in zip(before, inputs, strict=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 700), st.integers(0, 50))
+def test_blocks_hold_every_query_once_and_its_keys(n_queries, n_memory):
+    cut = blocks.divide(n_queries, n_memory + n_queries)
+    assert [query for block in cut[::-1] for query in range(block.begin, block.end)] == [*range(n_queries)]
+    assert all(block.n_keys == n_memory + block.end for block in cut)
+    assert all(block.end - block.begin <= blocks.N_QUERIES for block in cut)
+
+
+@pytest.mark.parametrize("n_memory", [0, 1, 6])
+@pytest.mark.parametrize("needs_past", [False, True])
+def test_projection_is_three_linear_layers(n_memory, needs_past):
+    past = torch.randn(2, n_memory, 5, dtype=torch.float64).requires_grad_(needs_past)
+    rows = torch.randn(2, 4, 5, dtype=torch.float64).requires_grad_()
+    weights = [torch.randn(6, 5, dtype=torch.float64).requires_grad_() for _ in range(3)]
+    both = torch.cat([past, rows], dim=1)
+    expected = [x @ w.T for x, w in zip((rows, both, both), weights, strict=True)]
+    actual = project(past, rows, *weights)
+    gradients = [torch.randn_like(x) for x in expected]
+    inputs = [*([past] if needs_past else []), rows, *weights]
+    expected += torch.autograd.grad(expected, inputs, gradients)
+    actual = [*actual, *torch.autograd.grad(actual, inputs, gradients)]
+    for a, b in zip(actual, expected, strict=True):
+        assert_same(a, b)
+
+
+def test_projection_converts_rows_and_weights_as_autocast_does():
+    past, rows = torch.randn(2, 3, 8), torch.randn(2, 4, 8, requires_grad=True)
+    weights = [torch.randn(8, 8, requires_grad=True) for _ in range(3)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        q, k, _ = project(past, rows, *weights)
+        assert torch.equal(k, torch.nn.functional.linear(torch.cat([past, rows], 1), weights[1]))
+    assert q.dtype == torch.bfloat16
+    assert torch.autograd.grad(q.float().sum(), rows)[0].dtype == torch.float32
+
+
 def test_choice_of_backend():
     assert choose_backend("auto").name in BACKENDS
     assert choose_backend("eager").attend is relative_attention
     with pytest.raises(
-        UserError, match=r"^--attention: unknown backend; got `flash`; choose from auto, eager$"
+        UserError, match=r"^--attention: unknown backend; got `flash`; choose from auto, eager, "
     ):
         choose_backend("flash")
 
 
 def test_a_backend_without_rows_for_values_gives_way(monkeypatch):
     monkeypatch.setitem(
-        attention_module.BACKENDS, "plain", Backend(lambda *_, **__: None, takes_values=False)
+        BACKENDS, "plain", Backend(lambda *_, **__: None, lambda d: "no values" if d.has_values else None)
     )
     assert choose_backend("plain").name == "plain"
-    choice = choose_backend("plain", has_values=True)
-    assert choice.name == "eager"
-    assert choice.attend is relative_attention
-    assert choice.reason == "plain takes no rows of distances for the values (--shaw-values)"
+    choice = choose_backend("plain", Demands(has_values=True))
+    assert choice.name == choose_backend("auto").name
+    assert choice.reason == "no values"
+
+
+def test_auto_says_why_it_passed_over_a_faster_backend(monkeypatch):
+    def refuses(demands):
+        return "fast has no attention dropout" if demands.dropout else None
+
+    monkeypatch.setitem(BACKENDS, "fast", Backend(relative_attention, refuses))
+    monkeypatch.setitem(choice.BY_DEVICE, "cpu", ("fast",))
+    assert choose_backend("auto") == ("fast", relative_attention, "the fastest here")
+    assert choose_backend("auto", Demands(dropout=0.1)) == (
+        *("eager", relative_attention),
+        "fast has no attention dropout",
+    )
+    assert choose_backend("fast", Demands(dropout=0.1)).name == "eager"

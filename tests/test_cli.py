@@ -128,6 +128,8 @@ FLAGS = {
         "--encoding": None,
         "--by-line": False,
         "--per-token": None,
+        "--sliding-window": False,
+        "--window-tokens": None,
         "--json": False,
         "--quiet": False,
         "--mem-len": None,
@@ -135,6 +137,20 @@ FLAGS = {
         "--clamp-len": None,
         "--same-length": None,
         "--batch-size": None,
+        **SHARED_MACHINE,
+    },
+    "bench": {
+        "--run": None,
+        "--config/-c": None,
+        "--vocab-size": None,
+        "--only": None,
+        "--json": False,
+        "--quiet": False,
+        "--repeats": 5,
+        "--seconds": 3.0,
+        "--batch-size": None,
+        "--tgt-len": None,
+        "--mem-len": None,
         **SHARED_MACHINE,
     },
     "config": {"KEY": None, "--list": False, "--run": None, "--config/-c": None, "--json": False},
@@ -157,11 +173,11 @@ def test_flags_and_defaults(command):
 
 
 def test_settings_of_a_model_that_cannot_be_built_yet_have_no_flag():
-    unbuilt = {"--compile", "--interactive", "--plot", "--sliding-window", "--effective-context"}
+    unbuilt = {"--interactive", "--plot", "--effective-context"}
     for command in FLAGS:
         text = run(command, "--help").stdout
         assert not unbuilt & set(re.findall(r"--[a-z-]+", text))
-    assert "auto|eager" in run("train", "--help", env={"COLUMNS": "200"}).stdout
+    assert "auto|eager|skew|sdpa|triton" in run("train", "--help", env={"COLUMNS": "200"}).stdout
 
 
 def test_help_names_every_flag_with_its_default_and_real_examples():
@@ -192,7 +208,9 @@ def test_version_names_what_a_bug_report_needs():
     assert lines[0].startswith("txl ")
     assert lines[2].startswith(f"torch {torch.__version__}, ")
     assert lines[3].startswith("device c")
-    assert lines[4] == "attention eager"
+    assert lines[4].startswith("attention eager, skew, sdpa, ")
+    if lines[3].startswith("device cpu"):
+        assert lines[4].endswith(", no triton (triton needs a CUDA device)")
 
 
 @pytest.mark.parametrize("args", [["train", "--help"], ["config"], ["generate", "--top-p", "0", "--x"]])
@@ -308,6 +326,14 @@ def test_none_unsets_a_setting_of_the_file(monkeypatch, tmp_path):
         ("eval --tgt-len 0", "--tgt-len: must be a whole number of at least 1; got `0`"),
         ("eval --same-length on", "--same-length: must be one of off, mem_len, mem_len+1; got `on`"),
         ("eval --per-token a --mem-len 1,2", "--per-token: takes one memory length; got --mem-len 1,2"),
+        ("eval --sliding-window --by-line", "--sliding-window: cannot go with --by-line; give one of them"),
+        (
+            "eval --sliding-window --per-token a",
+            "--sliding-window: cannot go with --per-token; give one of them",
+        ),
+        ("eval --window-tokens 9", "--window-tokens: goes with --sliding-window only"),
+        ("eval --sliding-window --window-tokens 0", "--window-tokens: must be at least 1; got 0"),
+        ("eval --sliding-window --window-tokens x", "--window-tokens: must be a whole number; got `x`"),
         ("config n_layers", "n_layers: unknown setting; did you mean `n_layer`?"),
         ("config --run a -c b", "--config: cannot go with --run; give one of them"),
     ],
@@ -761,6 +787,51 @@ def test_a_file_of_token_scores_is_whole_or_not_there(trained, tmp_path):
 def test_eval_by_line(trained, text):
     row = json.loads(evaluate(trained, text, "--by-line", "--json").stdout)["rows"][0]
     assert row["tokens"] == len(TEXT)
+
+
+@pytest.fixture
+def _in_a_hurry(monkeypatch):
+    """Time steps one by one: what they take does not matter here."""
+    monkeypatch.setattr("txlcli.evaluate.window.PIECE_S", 0.0)
+
+
+@pytest.mark.usefixtures("_in_a_hurry")
+def test_eval_with_a_sliding_window(trained, text):
+    args = ["--sliding-window", "--window-tokens", 40, "--mem-len", "8,0"]
+    result = json.loads(evaluate(trained, text, *args, "--json").stdout)
+    assert [row["mem_len"] for row in result["sliding_window"]] == [8, 0]
+    assert [row["attention_length"] for row in result["sliding_window"]] == [16, 8]
+    for row in result["sliding_window"]:
+        assert (row["tgt_len"], row["tokens"]) == (8, 40)
+        assert row["ratio"] == pytest.approx(row["tokens_per_s_with_memory"] / row["tokens_per_s"], rel=1e-14)
+        assert row["share_of_ideal"] == row["ratio"] / row["ideal_ratio"]
+        assert min(row["nll"], row["nll_with_memory"], row["batch_size"], row["batch_size_with_memory"]) > 0
+    macs = result["protocol"]["sliding_window"]
+    assert (macs["macs_per_token"], macs["macs_per_key"]) == (12 * 16**2, 3 * 16)
+    plain = json.loads(evaluate(trained, text, "--json").stdout)
+    assert (plain["sliding_window"], plain["protocol"]["sliding_window"]) == ([], None)
+    assert plain["rows"][0]["total_nll"] == result["rows"][0]["total_nll"]
+
+
+@pytest.mark.usefixtures("_in_a_hurry")
+def test_eval_shows_the_sliding_window_below_its_table(trained, text):
+    result = evaluate(trained, text, "--sliding-window", "--window-tokens", 50, "--mem-len", "8, 32,8")
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert [line[:2] for line in lines[10:13]] == [["8", "16"], ["32", "40"], ["8", "16"]]
+    assert "sample    50 tokens, one drawn from each of as many equal stretches" in result.stdout
+    assert "ideal     w (C + a w/2) / (C + a w)" in result.stdout
+    assert "sliding window beside mem_len 32: trying batch sizes" in result.stderr
+    assert "sliding window beside mem_len 32: 50 tokens" in result.stderr
+
+
+@pytest.mark.usefixtures("_in_a_hurry")
+def test_a_sliding_window_longer_than_learned_positions_is_refused_before_anything_is_scored(text):
+    run("train", text, *TINY, "--position", "learned", "--tokenizer", "char", "--steps", 1, "--out", "l")
+    assert refusal("eval", text, "--run", "l", "--sliding-window", "--mem-len", "0,8") == (
+        "--sliding-window: this model has learned 8 positions; got windows of 16 tokens "
+        "(mem_len 8 and tgt_len 8); lower --mem-len or --tgt-len"
+    )
+    run("eval", text, "--run", "l", "--sliding-window", "--mem-len", 4, "--tgt-len", 4)
 
 
 @pytest.mark.parametrize("content", ["", "a"])

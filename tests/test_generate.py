@@ -1,5 +1,6 @@
 import math
 import statistics
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -7,6 +8,8 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.tolerance import assert_same
 from txlcli import UserError
@@ -783,3 +786,67 @@ def test_a_prompt_is_read_as_the_run_reads_text():
     # What is no text does not become some without its newlines.
     with pytest.raises(UserError, match=r"^prompt: not UTF-8; got byte 0xe7 at offset 1;"):
         encode_prompt(LETTERS, b"a\xe7\n\xb4\x85", START, newlines="drop")
+
+
+# Constant cost, seen in what torch does and not in the time it takes
+
+
+class Costs(TorchDispatchMode):
+    """Counts torch's operations and the bytes of the memory that they allocate."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations, self.n_bytes = Counter(), 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {_place(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        out = function(*args, **(kwargs or {}))
+        self.operations[str(function)] += 1
+        new = {
+            _place(x): x.untyped_storage().nbytes() for x in tree_leaves(out) if isinstance(x, torch.Tensor)
+        }
+        self.n_bytes += sum(n_bytes for place, n_bytes in new.items() if place not in given)
+        return out
+
+
+def _place(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+def costs_of_tokens(model, cache, n_tokens):
+    """Operations and bytes of each of the next tokens, all samples together, and the cache after them."""
+    costs, tokens = [], torch.full((len(cache.keys[0]), 1), START)
+    for _ in range(n_tokens):
+        with Costs() as cost:
+            _, cache = feed(model, tokens, cache)
+        costs.append((cost.operations, cost.n_bytes))
+    return costs, cache
+
+
+def buffers(cache):
+    kept = [*cache.keys, *cache.values, *(t for bias in cache.biases for t in bias or () if t is not None)]
+    return [(_place(t), t.untyped_storage().nbytes()) for t in kept]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("attention", ["eager", "auto"])
+def test_a_token_costs_the_same_however_long_the_text_is(scheme, attention):
+    model = make_model(tgt_len=4, mem_len=6, **SCHEMES[scheme])
+    model.use_attention(attention)
+    _, cache = read_prompt(model, LETTERS.encode(b"abcdefgh"), model.lengths)
+    before = buffers(cache)
+    early, cache = costs_of_tokens(model, cache, 8)
+    _, cache = costs_of_tokens(model, cache, 4 * 50)
+    late, cache = costs_of_tokens(model, cache, 8)
+    assert cache.position == 8 + 8 + 4 * 50 + 8 - 4
+    assert late == early
+    assert early[:4] == early[4:]  # the first of a segment moves the memory, in every segment
+    assert buffers(cache) == before
+
+
+def test_samples_run_as_one_batch():
+    model = make_model()
+    _, cache = read_prompt(model, LETTERS.encode(b"abcdefgh"), model.lengths)
+    one, _ = costs_of_tokens(model, cache.repeat(1), 4)
+    many, _ = costs_of_tokens(model, cache.repeat(5), 4)
+    assert [operations for operations, _ in many] == [operations for operations, _ in one]

@@ -23,7 +23,7 @@ from torch import Tensor
 from tests.tolerance import assert_same
 from txlcli import UserError, plan
 from txlcli.api import load
-from txlcli.attention import BackendChoice, relative_attention
+from txlcli.attention import BackendChoice, Demands, relative_attention
 from txlcli.config import FLAG, Config, ModelConfig, OptimConfig, Sourced, from_flags
 from txlcli.data import Batches, open_split
 from txlcli.model import TransformerXL
@@ -1055,8 +1055,8 @@ def test_words_in_clusters_train_in_half_precision(tmp_path: Path, mem_len: int)
 def no_value_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose best attention, `fast`, takes no rows of distances for the values."""
 
-    def choose(name: str, *, has_values: bool = False) -> BackendChoice:
-        if name == "eager" or has_values:
+    def choose(name: str, demands: Demands) -> BackendChoice:
+        if name == "eager" or demands.has_values:
             return BackendChoice("eager", relative_attention, f"{name} takes no rows for the values")
         return BackendChoice("fast", relative_attention, "the fastest here")
 

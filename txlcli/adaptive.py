@@ -213,11 +213,17 @@ class AdaptiveHead(nn.Module):
         rows, target = hidden.flatten(0, 1), targets.flatten()
         matrices = self._matrices(embed)
         first = self._project(rows, 0, embed)
-        if not self.clusters.n_tail:
+        if self.cluster_weight is None or self.cluster_bias is None:
             return _cross_entropy(first, *matrices[0], target, max_logits).view_as(targets)
+        # The clusters' few rows are joined to the weights, a copy of c_1 rows a call: joining logits instead
+        # would copy c_1 numbers for every token, and keep both for the gradient.
+        head = (
+            torch.cat([matrices[0][0], self.cluster_weight]),
+            torch.cat([matrices[0][1], self.cluster_bias]),
+        )
         cluster = self.clusters.cluster_of(target)
         head_target = torch.where(cluster == 0, target, self.clusters.sizes[0] + cluster - 1)
-        nll = _cross_entropy(first, *matrices[0], head_target, max_logits)
+        nll = _cross_entropy(first, *head, head_target, max_logits)
         chosen = self.clusters.rows_by_cluster(cluster)
         for i in range(1, self.clusters.n_tail + 1):
             if len(chosen[i]):
@@ -229,29 +235,22 @@ class AdaptiveHead(nn.Module):
 
     def log_probs(self, hidden: Float[Tensor, "... D"], embed: AdaptiveEmbedding) -> Float[Tensor, "... V"]:
         """Return the log-probabilities of the whole vocabulary, in float32 at least."""
-        by_cluster = [
-            _logits(self._project(hidden, i, embed), weight, bias).log_softmax(dim=-1)
-            for i, (weight, bias) in enumerate(self._matrices(embed))
-        ]
-        if not self.clusters.n_tail:
-            return by_cluster[0]
-        words, clusters = by_cluster[0].tensor_split([self.clusters.sizes[0]], dim=-1)
-        tails = [tail + clusters[..., i, None] for i, tail in enumerate(by_cluster[1:])]
+        projected = [self._project(hidden, i, embed) for i in range(self.clusters.n_tail + 1)]
+        logits = [_logits(x, *matrix) for x, matrix in zip(projected, self._matrices(embed), strict=True)]
+        if self.cluster_weight is None or self.cluster_bias is None:
+            return logits[0].log_softmax(dim=-1)
+        # One row at a time, as in generation, weights are more than logits: here these are joined.
+        of_clusters = _logits(projected[0], self.cluster_weight, self.cluster_bias)
+        first = torch.cat([logits[0], of_clusters], dim=-1).log_softmax(dim=-1)
+        words, clusters = first.tensor_split([self.clusters.sizes[0]], dim=-1)
+        tails = [tail.log_softmax(dim=-1) + clusters[..., i, None] for i, tail in enumerate(logits[1:])]
         return torch.cat([words, *tails], dim=-1)
 
     def _matrices(self, embed: AdaptiveEmbedding) -> list[tuple[Float[Tensor, "_ _"], Float[Tensor, " _"]]]:
-        """Return weight and bias of each cluster's logits; those of the tail clusters belong to the first.
-
-        Their few rows are joined to the weights, a copy of c_1 rows a call: joining logits instead would copy
-        c_1 numbers for every token, and keep both for the gradient.
-        """
+        """Return weight and bias of the logits of each cluster's words."""
         is_tied = self.weight is None and self.weights is None
         tables = embed.tables() if is_tied else _tables(self.clusters, self.weight, self.weights)
-        matrices = list(zip(tables, _slices(self.clusters, self.bias), strict=True))
-        if self.cluster_weight is not None and self.cluster_bias is not None:
-            weight, bias = matrices[0]
-            matrices[0] = torch.cat([weight, self.cluster_weight]), torch.cat([bias, self.cluster_bias])
-        return matrices
+        return list(zip(tables, _slices(self.clusters, self.bias), strict=True))
 
     def _project(
         self, hidden: Float[Tensor, "... D"], i: int, embed: AdaptiveEmbedding

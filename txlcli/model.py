@@ -22,7 +22,14 @@ from torch.nn import functional as F
 
 from txlcli import UserError
 from txlcli.adaptive import AdaptiveEmbedding, AdaptiveHead, Clusters
-from txlcli.attention import BackendChoice, RelativeBias, choose_backend
+from txlcli.attention import (
+    BackendChoice,
+    Demands,
+    RelativeBias,
+    choose_backend,
+    project,
+    relative_attention,
+)
 from txlcli.config import ModelConfig
 from txlcli.positions import (
     AbsoluteSinusoids,
@@ -119,6 +126,14 @@ class KVCache(NamedTuple):
         )
 
 
+class Projected(NamedTuple):
+    """Queries of a segment, [B, H, T, E], and the keys and values that they meet, [B, H, S, E]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
 class Attention(nn.Module):
     """The attention branch of a layer: projections around `relative_attention`."""
 
@@ -133,28 +148,26 @@ class Attention(nn.Module):
         self.r = distances
         self.o = nn.Linear(n_head * d_head, d_model, bias=False)
         self.norm = nn.LayerNorm(d_model, eps=eps)
-        self.attend = choose_backend("auto").attend
+        self.attend = relative_attention
 
     def heads(self, x: Float[Tensor, "B L HE"]) -> Float[Tensor, "B H L E"]:
         """Split the heads of projected rows."""
         return x.reshape(*x.shape[:2], self.n_head, -1).transpose(1, 2)
 
-    def keys_values(
-        self, rows: Float[Tensor, "B L D"]
-    ) -> tuple[Float[Tensor, "B H L E"], Float[Tensor, "B H L E"]]:
-        """Project rows of memory or segment; a row's result depends on that row alone."""
-        return self.heads(self.k(rows)), self.heads(self.v(rows))
+    def project(self, rows: Float[Tensor, "B L D"]) -> Projected:
+        """Return queries, keys and values of rows; a row's results depend on that row alone."""
+        return Projected(*(self.heads(weight(rows)) for weight in (self.q, self.k, self.v)))
+
+    def project_with(self, past: Float[Tensor, "B M D"], rows: Float[Tensor, "B T D"]) -> Projected:
+        """Return queries of the segment's rows, keys and values of memory's and of the segment's."""
+        projected = project(past, rows, self.q.weight, self.k.weight, self.v.weight)
+        return Projected(*(self.heads(x) for x in projected))
 
     def forward(
-        self,
-        rows: Float[Tensor, "B T D"],
-        k: Float[Tensor, "B H S E"],
-        v: Float[Tensor, "B H S E"],
-        bias: RelativeBias | None,
-        first: Int[Tensor, "B T"] | None,
+        self, qkv: Projected, bias: RelativeBias | None, first: Int[Tensor, "B T"] | None
     ) -> Float[Tensor, "B T D"]:
-        """Attend from `rows` of the segment to the given keys and values."""
-        q = self.heads(self.q(rows))
+        """Attend from the segment to memory and segment."""
+        q, k, v = qkv
         attended = self.attend(q, k, v, bias, first=first, dropout=self.dropatt if self.training else 0.0)
         out: Tensor = self.o(attended.transpose(1, 2).flatten(-2))
         return out
@@ -172,9 +185,11 @@ class FeedForward(nn.Module):
 
     def forward(self, rows: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
         """Apply the branch to each row."""
-        inner = F.dropout(F.relu(self.inner(rows)), self.dropout, self.training)
-        out: Tensor = self.outer(inner)
-        return out
+        # As one matrix, since what a linear layer makes of streams is a view, and writing into one in place
+        # costs autograd copies.
+        inner = F.relu(self.inner(rows.flatten(0, 1)), inplace=True)
+        out: Tensor = self.outer(F.dropout(inner, self.dropout, self.training))
+        return out.view_as(rows)
 
 
 class Layer(nn.Module):
@@ -196,14 +211,12 @@ class Layer(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "B T D"],
-        rows: Float[Tensor, "B T D"],
-        k: Float[Tensor, "B H S E"],
-        v: Float[Tensor, "B H S E"],
+        qkv: Projected,
         bias: RelativeBias | None,
         first: Int[Tensor, "B T"] | None,
     ) -> Float[Tensor, "B T D"]:
-        """Return the layer's output for the segment's inputs `x`, whose `attention_rows` are `rows`."""
-        x = x + F.dropout(self.attention(rows, k, v, bias, first), self.dropout, self.training)
+        """Return the layer's output for the segment's inputs `x`, projected out of their `attention_rows`."""
+        x = x + F.dropout(self.attention(qkv, bias, first), self.dropout, self.training)
         if self.is_prenorm:
             y = self.feedforward(self.feedforward.norm(x))
             return x + F.dropout(y, self.dropout, self.training)
@@ -243,6 +256,7 @@ class TransformerXL(nn.Module):
             nn.LayerNorm(config.d_model, eps=LAYER_NORM_EPS) if config.norm == "pre" else nn.Identity()
         )
         self.positions = _positions(config)
+        self.attention_name = "eager"
         if self.device.type != "meta":  # shapes alone need no numbers, and drawing them is slow
             self.initialize(config.init_std, config.proj_init_std)
 
@@ -277,12 +291,18 @@ class TransformerXL(nn.Module):
     def use_attention(self, name: str) -> BackendChoice:
         """Take the named attention backend in every layer (`auto`: the fastest that runs here).
 
+        Until then it is the eager form. What is asked of it depends on the device and on whether the model
+        is in training mode, where attention weights may be dropped.
+
         Raises:
             UserError: there is no such backend, or it cannot run here.
         """
-        choice = choose_backend(name, has_values=self.has_value_rows)
+        dropatt = next(self.each_layer()).attention.dropatt if self.training else 0.0
+        demands = Demands(self.device, self.d_head, has_values=self.has_value_rows, dropout=dropatt)
+        choice = choose_backend(name, demands)
         for layer in self.each_layer():
             layer.attention.attend = choice.attend
+        self.attention_name = choice.name
         return choice
 
     @property
@@ -343,12 +363,9 @@ class TransformerXL(nn.Module):
 
         new_hidden = []
         for n, (layer, past) in enumerate(zip(self.each_layer(), memory.hidden, strict=True)):
-            inputs = torch.cat([past, x], dim=1)  # [B, S, D]
-            kept = inputs[:, max(0, n_keys - self.lengths.mem_len) :]
-            new_hidden.append(kept.detach())
-            rows = layer.attention_rows(inputs)
-            k, v = layer.attention.keys_values(rows)
-            x = layer(x, rows[:, n_memory:], k, v, self._bias(n, layer, rows_by_distance), first)
+            new_hidden.append(_last_rows(past, x, self.lengths.mem_len))
+            qkv = layer.attention.project_with(layer.attention_rows(past), layer.attention_rows(x))
+            x = layer(x, qkv, self._bias(n, layer, rows_by_distance), first)
         new_memory = Memory(tuple(new_hidden), memory.position + n_tokens)
         return F.dropout(self.norm(x), self.dropout, self.training), new_memory
 
@@ -377,12 +394,15 @@ class TransformerXL(nn.Module):
         buffers = [
             [torch.empty(shape, dtype=dtype, device=self.device) for _ in self.layers] for _ in range(2)
         ]
+        biases = [self._bias(n, layer, rows_by_distance) for n, layer in enumerate(self.each_layer())]
+        # Each head's rows together, since every token reads all of them.
+        biases = [None if bias is None else bias._replace(r=bias.r.contiguous()) for bias in biases]
         if positions is None:
             positions = torch.zeros(n_streams, dtype=torch.int64, device=self.device)
         return KVCache(
             keys=tuple(buffers[0]),
             values=tuple(buffers[1]),
-            biases=tuple(self._bias(n, layer, rows_by_distance) for n, layer in enumerate(self.each_layer())),
+            biases=tuple(biases),
             position=positions.to(self.device),
             n_memory=0,
             n_segment=0,
@@ -412,9 +432,9 @@ class TransformerXL(nn.Module):
         x = self._embed(tokens, cache.position, cache.n_segment)
         buffers = zip(self.each_layer(), cache.keys, cache.values, cache.biases, strict=True)
         for layer, keys, values, bias in buffers:
-            rows = layer.attention_rows(x)
-            keys[:, :, begin:n_keys], values[:, :, begin:n_keys] = layer.attention.keys_values(rows)
-            x = layer(x, rows, keys[:, :, :n_keys], values[:, :, :n_keys], bias, first)
+            q, k, v = layer.attention.project(layer.attention_rows(x))
+            keys[:, :, begin:n_keys], values[:, :, begin:n_keys] = k, v
+            x = layer(x, Projected(q, keys[:, :, :n_keys], values[:, :, :n_keys]), bias, first)
         return self.norm(x), cache._replace(n_segment=cache.n_segment + n_new)
 
     def log_probs(self, hidden: Float[Tensor, "... D"]) -> Float[Tensor, "... V"]:
@@ -518,6 +538,14 @@ def _distances(config: ModelConfig) -> nn.Module | None:
             config.n_head, config.d_head, config.max_relative_position, has_values=config.shaw_values
         )
     return None
+
+
+def _last_rows(past: Tensor, x: Tensor, n_rows: int) -> Tensor:
+    """Return the last rows of memory and segment, without gradient."""
+    n_tokens = x.shape[1]
+    if n_rows > n_tokens:
+        return torch.cat([past, x.detach()], dim=1)[:, -n_rows:]
+    return x.detach()[:, n_tokens - n_rows :]
 
 
 def _next_segment(cache: KVCache) -> KVCache:

@@ -105,7 +105,8 @@ class Measured:
         eval_s: What an evaluation takes whatever its length, its line of sampled text included.
         eval_token_s: Scoring one held-out token.
         save_s: One checkpoint.
-        spent_s: From the start of the command to the end of the measurement.
+        spent_s: From the start of the command to the end of the measurement, and what begins the training.
+        compile_s: Compiling, which is part of `spent_s`.
     """
 
     step_s: float
@@ -113,6 +114,7 @@ class Measured:
     eval_token_s: float
     save_s: float
     spent_s: float
+    compile_s: float = 0.0
 
 
 class Known:

@@ -42,19 +42,21 @@ def _show_version(is_wanted: bool) -> None:
         return
     import platform
 
-    from txlcli.attention import BACKENDS
+    from txlcli.attention import BACKENDS, Demands
     from txlcli.device import choose_device, environment, has_bf16
 
     device = choose_device("auto")
     facts = environment(device, "fp32")
     threads = f"{facts['threads']} CPU thread{'' if facts['threads'] == 1 else 's'}"
     bf16 = "bf16 in hardware" if has_bf16(device) else "no bf16 in hardware"
+    refusals = {name: backend.refuses(Demands(device)) for name, backend in BACKENDS.items()}
+    forms = (name if reason is None else f"no {name} ({reason})" for name, reason in refusals.items())
     Screen.of(sys.stdout).write(
         f"txl {__version__}\n"
         f"python {platform.python_version()} on {platform.platform()}\n"
         f"torch {facts['torch']}, {threads}\n"
         f"device {device}: {facts['processor']}, {bf16}\n"
-        f"attention {', '.join(BACKENDS)}"
+        f"attention {', '.join(forms)}"
     )
     raise typer.Exit
 

@@ -28,18 +28,19 @@ from txlcli.cli.flags import (
     setting,
 )
 from txlcli.cli.signals import Interruption, listening
-from txlcli.report import Screen, Stages, eval_table, facts_table, json_text, one_line
+from txlcli.report import Screen, Stages, eval_table, facts_table, json_text, one_line, window_table
 
 if TYPE_CHECKING:
     from txlcli.api import LanguageModel
     from txlcli.config import ModelConfig
     from txlcli.data import Counts, Split, SplitInfo, TokenStore
     from txlcli.device import Precision
-    from txlcli.evaluate import Score, TokenNats
+    from txlcli.evaluate import Draw, Record, Score, TokenNats, WindowScore
     from txlcli.model import Lengths
     from txlcli.tokenizer import Tokenizer
 
 _SPLITS = ("valid", "test")
+_WINDOW_TOKENS = 256
 _NEWLINES = {
     "keep": "part of the text, scored like every other token",
     "drop": "left out of the text, neither scored nor counted",
@@ -54,6 +55,7 @@ _SPACES = {"keep": "part of the text", "underscore": "read as underscores"}
         "txl eval --mem-len 0,64,128,256",
         "txl eval novel.txt --run runs/books --json",
         "txl eval novel.txt --per-token novel.tsv",
+        "txl eval --mem-len 256 --sliding-window",
     ],
 )
 def evaluate(
@@ -78,6 +80,22 @@ def evaluate(
     per_token: Annotated[
         str | None,
         option("--per-token", metavar="FILE.tsv", help="write each token's id, text, nats and byte offset"),
+    ] = None,
+    is_window: Annotated[
+        bool,
+        option(
+            "--sliding-window",
+            help="beside it loss and speed without memory, by a full window per token; takes long",
+        ),
+    ] = False,
+    window_tokens: Annotated[
+        int | None,
+        option(
+            "--window-tokens",
+            metavar="N",
+            help=f"tokens scored so, drawn from the whole text; else {_WINDOW_TOKENS}",
+            number=int,
+        ),
     ] = None,
     is_json: JsonFlag = False,
     is_quiet: QuietFlag = False,
@@ -142,6 +160,7 @@ def evaluate(
         threads=setting("threads", threads),
         is_deterministic=is_deterministic,
         is_by_line=is_by_line,
+        window_tokens=_choose_window_tokens(is_window, window_tokens, is_by_line, per_token),
     )
     if per_token is not None and request.mem_lens is not None and len(request.mem_lens) > 1:
         raise UserError(f"--per-token: takes one memory length; got --mem-len {mem_len}")
@@ -176,6 +195,7 @@ class _Request:
     threads: int | None
     is_deterministic: bool
     is_by_line: bool
+    window_tokens: int | None
 
     def lengths(self, trained: "Lengths", mem_len: int) -> "Lengths":
         """The lengths of one row: as trained, but for what was asked."""
@@ -209,6 +229,7 @@ class _Result:
     protocol: dict[str, object]
     mem_lens: tuple[int, ...]
     scores: "tuple[Score, ...]"
+    windows: "tuple[WindowScore, ...]"
     notices: tuple[str, ...]
 
     def as_json(self) -> dict[str, object]:
@@ -236,6 +257,25 @@ class _Result:
             }
             for length, score in zip(self.mem_lens, self.scores, strict=True)
         ]
+        windows = [
+            {
+                "mem_len": length,
+                "tgt_len": window.lengths.tgt_len,
+                "attention_length": window.attention_length,
+                "tokens": window.tokens,
+                "nll": window.nll,
+                "nll_with_memory": window.nll_with_memory,
+                "nll_difference_se": window.nll_difference_se,
+                "tokens_per_s": window.tokens_per_s,
+                "tokens_per_s_with_memory": window.tokens_per_s_with_memory,
+                "ratio": window.ratio,
+                "ideal_ratio": window.ideal_ratio,
+                "share_of_ideal": window.share_of_ideal,
+                "batch_size": window.batch_size,
+                "batch_size_with_memory": window.batch_size_with_memory,
+            }
+            for length, window in zip(self.mem_lens if self.windows else (), self.windows, strict=True)
+        ]
         return {
             "run": self.run,
             "step": self.step,
@@ -244,6 +284,7 @@ class _Result:
             "bytes": self.n_bytes,
             "protocol": self.protocol,
             "rows": rows,
+            "sliding_window": windows,
             "notices": list(self.notices),
         }
 
@@ -256,6 +297,22 @@ def _choose_split(file: str | None, split: str | None, encoding: str | None) -> 
     if file is None and encoding is not None:
         raise UserError("--encoding: goes with FILE only; held-out text is stored as tokens")
     return split or "valid"
+
+
+def _choose_window_tokens(
+    is_window: bool, n_tokens: int | None, is_by_line: bool, per_token: str | None
+) -> int | None:
+    """Return how many tokens are scored by sliding windows; None: none are."""
+    if not is_window:
+        if n_tokens is not None:
+            raise UserError("--window-tokens: goes with --sliding-window only")
+        return None
+    for flag, is_given in (("--by-line", is_by_line), ("--per-token", per_token is not None)):
+        if is_given:
+            raise UserError(f"--sliding-window: cannot go with {flag}; give one of them")
+    if n_tokens is not None and n_tokens < 1:
+        raise UserError(f"--window-tokens: must be at least 1; got {n_tokens}")
+    return n_tokens or _WINDOW_TOKENS
 
 
 def _open_tsv(path: str | None, stack: ExitStack) -> BinaryIO | None:
@@ -279,7 +336,7 @@ def _score(
     """Load, encode, score."""
     from txlcli.api import load
     from txlcli.device import choose_precision
-    from txlcli.evaluate import TokenNats
+    from txlcli.evaluate import Draw, TokenNats, window_length
 
     lm = load(
         run,
@@ -296,10 +353,20 @@ def _score(
     mem_lens = request.mem_lens or (trained.mem_len,)
     nats = None if tsv is None else stack.enter_context(TokenNats())
     scores: dict[int, Score] = {}
-    for mem_len in mem_lens:
-        if mem_len not in scores:
-            lengths = request.lengths(trained, mem_len)
-            scores[mem_len] = _score_row(request, lm, text, lengths, precision, nats, stages, interruption)
+    windows: dict[int, WindowScore] = {}
+    if request.window_tokens is not None:
+        for mem_len in mem_lens:  # all of them before the first row, which may take long
+            window_length(lm.model, request.lengths(trained, mem_len), text.store.n_tokens)
+    for mem_len in dict.fromkeys(mem_lens):
+        lengths = request.lengths(trained, mem_len)
+        draw = None
+        record = None if nats is None else nats.record
+        if request.window_tokens is not None:
+            draw = Draw(text.store.n_tokens, request.window_tokens)
+            record = draw.record
+        scores[mem_len] = _score_row(request, lm, text, lengths, precision, record, stages, interruption)
+        if draw is not None:
+            windows[mem_len] = _slide(request, lm, text, lengths, precision, draw, stages, interruption)
     stages.close()
     if tsv is not None and nats is not None:
         _write_tsv(tsv, text, lm.tokenizer, nats)
@@ -310,9 +377,13 @@ def _score(
         file=request.file,
         split=request.split if request.file is None else None,
         n_bytes=text.info.n_bytes,
-        protocol=_protocol(request, lm, text, precision, checkpoint, ordered[0]),
+        protocol={
+            **_protocol(request, lm, text, precision, checkpoint, ordered[0]),
+            "sliding_window": _window_protocol(lm, windows[mem_lens[0]]) if windows else None,
+        },
         mem_lens=mem_lens,
         scores=ordered,
+        windows=tuple(windows[mem_len] for mem_len in mem_lens if windows),
         notices=_notices(request, lm, text, checkpoint, ordered),
     )
 
@@ -362,13 +433,12 @@ def _score_row(
     text: _Text,
     lengths: "Lengths",
     precision: "Precision",
-    nats: "TokenNats | None",
+    record: "Record | None",
     stages: Stages,
     interruption: Interruption,
 ) -> "Score":
     from txlcli.evaluate import Score, evaluate, evaluate_by_line
 
-    record = None if nats is None else nats.record
     stage = f"scoring at mem_len {lengths.mem_len}"
     if request.is_by_line:
         events = evaluate_by_line(
@@ -400,6 +470,38 @@ def _score_row(
         stages.show(stage, event.done, event.total, "tokens, warm-up included")
         interruption.leave()
     raise AssertionError("an evaluation ends with its score")
+
+
+def _slide(
+    request: _Request,
+    lm: "LanguageModel",
+    text: _Text,
+    lengths: "Lengths",
+    precision: "Precision",
+    draw: "Draw",
+    stages: Stages,
+    interruption: Interruption,
+) -> "WindowScore":
+    """Score the drawn tokens by sliding windows, beside the row that `draw` has recorded."""
+    from txlcli.evaluate import WindowScore, score_window
+
+    stage = f"sliding window beside mem_len {lengths.mem_len}"
+    for event in score_window(
+        lm.model,
+        text.store,
+        draw,
+        lengths=lengths,
+        n_side=request.batch_size,
+        precision=precision,
+    ):
+        if isinstance(event, WindowScore):
+            return event
+        if event.total:
+            stages.show(stage, event.done, event.total, "tokens")
+        else:
+            stages.show(f"{stage}: trying batch sizes", 0, 0, "tokens")
+        interruption.leave()
+    raise AssertionError("a sliding window ends with its score")
 
 
 def _write_tsv(file: BinaryIO, text: _Text, tokenizer: "Tokenizer", nats: "TokenNats") -> None:
@@ -439,6 +541,25 @@ def _protocol(
     }
 
 
+def _window_protocol(lm: "LanguageModel", window: "WindowScore") -> dict[str, object]:
+    """What the numbers of the sliding window rest on."""
+    from txlcli.evaluate import layer_macs
+
+    per_token, per_key = layer_macs(lm.model)
+    return {
+        "window": "without memory: for each token all layers anew over the tokens before it, as many as are "
+        "seen at most with memory, fewer at the text's beginning",
+        "sample": f"{window.tokens:,} tokens, one drawn from each of as many equal stretches of the text; "
+        "both losses are theirs, ± the standard error of the difference",
+        "speed": "medians of pieces timed in turn, memory full, each side in its fastest batch size (windows/"
+        "streams); the vocabulary once a scored token",
+        "ideal": f"w (C + a w/2) / (C + a w), w the window; multiply-adds of a layer: C = {per_token:,} a "
+        f"token, a = {per_key:,} a key",
+        "macs_per_token": per_token,
+        "macs_per_key": per_key,
+    }
+
+
 def _position(model: "ModelConfig") -> str:
     """The scheme of positions, and for absolute ones where they start."""
     is_absolute = model.position in ("sinusoid", "learned")
@@ -474,6 +595,9 @@ def _notices(
 def _write_table(result: _Result, out: Screen) -> None:
     """Print the table, then what its numbers rest on."""
     out.draw(eval_table(result.scores, result.mem_lens, out.width))
+    if result.windows:
+        out.write("")
+        out.draw(window_table(result.windows, result.mem_lens, out.width))
     protocol = result.protocol
     clamp = "no clamp_len" if protocol["clamp_len"] is None else f"clamp_len {protocol['clamp_len']}"
     machine = f"{protocol['precision']} on {protocol['device']}"
@@ -488,7 +612,14 @@ def _write_table(result: _Result, out: Screen) -> None:
             "rules",
             f"position {protocol['position']} · same_length {protocol['same_length']} · {clamp} · {machine}",
         ),
+        *_window_facts(protocol["sliding_window"]),
         *(("note" if i == 0 else "", notice) for i, notice in enumerate(result.notices)),
     ]
     out.write("")
     out.draw(facts_table(facts))
+
+
+def _window_facts(protocol: object) -> list[tuple[str, str]]:
+    if not isinstance(protocol, dict):
+        return []
+    return [(name, protocol[name]) for name in ("window", "sample", "speed", "ideal")]

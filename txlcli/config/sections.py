@@ -376,13 +376,19 @@ class MachineConfig:
         may_change=True,
         more="Softmax, loss and stored memory are fp32 in every precision.",
     )
-    attention: Literal["auto", "eager"] = option(
+    attention: Literal["auto", "eager", "skew", "sdpa", "triton"] = option(
         "auto", "form of the attention operation", is_planned=True, may_change=True
     )
     threads: int | None = option(
         None, "CPU threads; none: as torch finds them", min=1, max=4096, may_change=True
     )
     deterministic: bool = option(False, "only operations that repeat bit for bit", may_change=True)
+    compile: bool = option(
+        False,
+        "compile the model with torch.compile; results may differ in the last digits",
+        may_change=True,
+        more="Takes up to minutes before the first step. Where it fails, training goes on without.",
+    )
 
     def __post_init__(self) -> None:
         _check_fields(self)

@@ -391,7 +391,8 @@ def _mark_ends(piece: Piece, *, has_underscores: bool) -> list[npt.NDArray[np.bo
 
 
 def _is_space(points: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
-    return _space_table()[np.minimum(points, 0x3001)]
+    spaces: npt.NDArray[np.bool_] = _space_table()[np.minimum(points, 0x3001)]
+    return spaces
 
 
 @functools.cache

@@ -17,8 +17,11 @@ segments to run; `choose_streams` weighs the warm-up against what streams side b
 
 Inputs go through the model's inference path, which keeps projected keys and values. Losses are float32 at
 least and summed in float64, so totals do not drift with the length of a text.
+
+`window` compares all this with a model that has no memory and runs a window of the text for every token.
 """
 
+from txlcli.evaluate.running import Record
 from txlcli.evaluate.score import EvalProgress, Score
 from txlcli.evaluate.scoring import evaluate, evaluate_by_line, final_score
 from txlcli.evaluate.streams import (
@@ -29,19 +32,26 @@ from txlcli.evaluate.streams import (
     receptive_field,
 )
 from txlcli.evaluate.tokens import TokenNats, TokenScore, token_scores
+from txlcli.evaluate.window import Draw, WindowScore, layer_macs, score_window, window_length
 
 __all__ = [
+    "Draw",
     "EvalProgress",
+    "Record",
     "Score",
     "Stream",
     "TokenNats",
     "TokenScore",
+    "WindowScore",
     "choose_streams",
     "context",
     "evaluate",
     "evaluate_by_line",
     "final_score",
     "lay_out",
+    "layer_macs",
     "receptive_field",
+    "score_window",
     "token_scores",
+    "window_length",
 ]

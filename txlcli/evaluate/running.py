@@ -57,16 +57,16 @@ def run(
     """
     # Of each stream's first input: the token before its first target, or the start token of a line.
     positions = torch.tensor([0 if start_id is not None else row.first - 1 for row in rows])
-    with _computing(model, lengths, precision):
+    with computing(model, lengths, precision):
         cache = model.new_cache(len(rows), lengths, positions.to(model.device))
     for offset in range(0, rows[0].length, lengths.tgt_len):
         active = [row for row in rows if row.length > offset]
         width = min(lengths.tgt_len, active[0].length - offset)
         window = torch.from_numpy(_read(store, active, offset, width, start_id)).to(model.device)
         picked, spans = _pick(active, offset, width)
-        with _computing(model, lengths, precision):
+        with computing(model, lengths, precision):
             hidden, cache = model.extend(window[:, :-1], _first_streams(cache, len(active)))
-            nll = _nll(model, hidden, window[:, 1:], picked)
+            nll = picked_nll(model, hidden, window[:, 1:], picked)
         yield StepResult(nll, spans, sum(min(width, row.length - offset) for row in active))
 
 
@@ -101,7 +101,7 @@ def _pick(
     return np.concatenate([index * width + np.arange(end - begin) for index, begin, end in scored]), spans
 
 
-def _nll(
+def picked_nll(
     model: TransformerXL, hidden: Tensor, targets: Tensor, picked: npt.NDArray[np.int64] | None
 ) -> Tensor:
     """Return the nats of the picked targets; only for these the vocabulary is gone through."""
@@ -127,7 +127,7 @@ def _first_streams(cache: KVCache, n_stream: int) -> KVCache:
 
 
 @contextmanager
-def _computing(model: TransformerXL, lengths: Lengths, precision: Precision) -> Iterator[None]:
+def computing(model: TransformerXL, lengths: Lengths, precision: Precision) -> Iterator[None]:
     """Compute without autograd in the given precision.
 
     Entered anew for each step: a generator that yields inside would change the mode of whoever consumes it.

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from txlcli import UserError
+from txlcli.attention.blocks import N_QUERIES
 from txlcli.model import Lengths, TransformerXL
 
 # What a step costs however few streams it runs (calls of operations, small products), as multiply-adds a
@@ -171,7 +172,12 @@ def measure(model: TransformerXL, lengths: Lengths) -> StepSize:
 
     macs = n_queries * (model.n_parameters()[1] + 3 * n_layer * n_rows * width + clusters.macs)
     cached = n_layer * n_rows * width * itemsize
-    scores = model.n_head * n_queries * n_rows * itemsize
+    # The eager attention holds five of a layer's scores at once, or seven where they are moved back to
+    # distances; the other forms go in blocks of queries.
+    is_eager = model.attention_name == "eager"
+    n_scores = (7 if has_values else 5) if is_eager else 2
+    n_side = n_queries if is_eager else min(n_queries, N_QUERIES)
+    scores = model.n_head * n_side * n_rows * itemsize
     return StepSize(
         lengths=lengths,
         fixed=n_layer * FIXED_MACS.get(model.device.type, 1e9) / macs,
@@ -180,11 +186,8 @@ def measure(model: TransformerXL, lengths: Lengths) -> StepSize:
         bytes_fixed=(1 + has_values) * cached
         + 4 * 8 * n_rows * model.d_model
         + 2 * max(MAX_LOGITS, clusters.widest) * itemsize,
-        # Keys and values; the scores of one layer, of which the eager attention holds five, or seven where
-        # they are moved back to distances; rows and inner rows.
-        bytes_stream=2 * cached
-        + (7 if has_values else 5) * scores
-        + 16 * n_queries * model.d_model * itemsize,
+        # Keys and values; the scores of one layer; rows and inner rows.
+        bytes_stream=2 * cached + n_scores * scores + 16 * n_queries * model.d_model * itemsize,
         bytes_free=free_bytes(model.device),
     )
 

@@ -95,10 +95,11 @@ def keep_min_p(probs: Floats, share: float) -> Floats:
 
 def draw(probs: Floats, uniform: float) -> int:
     """Return the token whose part of [0, 1), cut up in the order of ids, holds `uniform`."""
-    ends = np.cumsum(probs)
-    token = int(np.searchsorted(ends, uniform * ends[-1], side="right"))
+    tokens = np.flatnonzero(probs)  # after the filters often a small part of the vocabulary
+    ends = np.cumsum(probs[tokens])
+    index = int(np.searchsorted(ends, uniform * ends[-1], side="right"))
     # Rounding may lift the product to the very end.
-    return token if token < len(probs) else int(np.flatnonzero(probs)[-1])
+    return int(tokens[min(index, len(tokens) - 1)])
 
 
 def random_stream(seed: int, sample: int) -> np.random.Generator:

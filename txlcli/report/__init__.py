@@ -5,9 +5,17 @@ no animation, no colour, no control codes. What a stream's encoding cannot show 
 text of users and models is never read as markup.
 """
 
+from txlcli.report.bench import bench_table, comparison_table
 from txlcli.report.screen import Screen, facts_table, results_table
 from txlcli.report.stages import Stages
-from txlcli.report.tables import eval_table, presets_table, runs_table, settings_table, value_text
+from txlcli.report.tables import (
+    eval_table,
+    presets_table,
+    runs_table,
+    settings_table,
+    value_text,
+    window_table,
+)
 from txlcli.report.text import (
     count_text,
     duration_text,
@@ -23,6 +31,8 @@ __all__ = [
     "Screen",
     "Stages",
     "Training",
+    "bench_table",
+    "comparison_table",
     "count_text",
     "duration_text",
     "escape_controls",
@@ -38,4 +48,5 @@ __all__ = [
     "settings_table",
     "size_text",
     "value_text",
+    "window_table",
 ]

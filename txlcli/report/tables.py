@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from txlcli.config import Settings
-    from txlcli.evaluate import Score
+    from txlcli.evaluate import Score, WindowScore
     from txlcli.run import RunSummary
 
 
@@ -39,10 +39,40 @@ def eval_table(scores: Sequence["Score"], mem_lens: Sequence[int], width: int) -
         per_word: [number_text(score.word_perplexity, 1) for score in scores],
         "tokens/s": [number_text(score.tokens_per_s, 0) for score in scores],
     }
+    return _fit_table(columns, width, lesser=(per_word, through))
+
+
+def window_table(windows: Sequence["WindowScore"], mem_lens: Sequence[int], width: int) -> "Table":
+    """One row for each memory length: a sliding window beside the evaluation with memory.
+
+    Args:
+        windows: The results.
+        mem_lens: The memory lengths as asked for.
+        width: Columns of the window that it is shown in.
+    """
+    deviation, side_by_side = "±", "side\nby side"
+    columns = {
+        "mem_len ": [f"{length:,} " for length in mem_lens],
+        "window": [f"{window.attention_length:,}" for window in windows],
+        "nats\nwindow": [number_text(window.nll) for window in windows],
+        "nats\nmemory": [number_text(window.nll_with_memory) for window in windows],
+        deviation: [number_text(window.nll_difference_se) for window in windows],
+        "tokens/s\nwindow": [number_text(window.tokens_per_s, 1) for window in windows],
+        "tokens/s\nmemory": [number_text(window.tokens_per_s_with_memory, 0) for window in windows],
+        "ratio": [number_text(window.ratio, 1) for window in windows],
+        "ideal": [number_text(window.ideal_ratio, 1) for window in windows],
+        "share": [number_text(window.share_of_ideal, 2) for window in windows],
+        side_by_side: [f"{window.batch_size}/{window.batch_size_with_memory}" for window in windows],
+    }
+    return _fit_table(columns, width, lesser=(side_by_side, deviation))
+
+
+def _fit_table(columns: Mapping[str, Sequence[str]], width: int, *, lesser: Iterable[str]) -> "Table":
+    """Make a table of the columns that say anything, the lesser ones left out in turn until it fits."""
     known = {name: cells for name, cells in columns.items() if set(cells) != {number_text(None)}}
-    for lesser in (per_word, through):
+    for name in lesser:
         if sum(_column_width(name, cells) + _GAP for name, cells in known.items()) > width:
-            known.pop(lesser, None)
+            known.pop(name, None)
     table = results_table(list(known))
     for row in zip(*known.values(), strict=True):
         table.add_row(*row)

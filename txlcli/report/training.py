@@ -189,6 +189,7 @@ def plan_facts(summary: "PlanSummary") -> list[tuple[str, str]]:
     streams = f"{optim.batch_size} stream{'s' * (optim.batch_size != 1)}"
     length = min(model.tgt_len, longest)
     step = f"{streams} × {length} token{'s' * (length != 1)}{parts}"
+    compiled = " · compiled" if config.machine.compile else ""
     rate = f"lr {optim.lr:g} · {optim.schedule} · warm-up {optim.warmup:,} steps"
     facts = [
         ("text", f"{' '.join(summary.corpus)} · {size_text(summary.n_bytes)}"),
@@ -200,7 +201,7 @@ def plan_facts(summary: "PlanSummary") -> list[tuple[str, str]]:
         ("parameters", f"{total} = {embedding} embedding + {rest} rest"),
         ("steps", f"{summary.steps:,} of {step} · {epochs} epochs"),
         ("optimizer", f"{optim.optimizer} · {rate}"),
-        ("machine", f"{summary.device} · {summary.precision} · attention {summary.attention}"),
+        ("machine", f"{summary.device} · {summary.precision} · attention {summary.attention}{compiled}"),
         ("memory", f"about {size_text(summary.memory_bytes)}"),
     ]
     if summary.expected_s is not None:

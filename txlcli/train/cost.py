@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 
 from txlcli import UserError
+from txlcli.attention import fused
 from txlcli.checkpoint import describe_weights, save_checkpoint
-from txlcli.config import Config, ModelConfig
+from txlcli.config import Config, MachineConfig, ModelConfig
 from txlcli.data import Batches, open_counts, open_split, read_store_info
 from txlcli.device import choose_device, choose_precision
 from txlcli.evaluate import EvalProgress, evaluate
-from txlcli.model import Memory, TransformerXL, clusters_of
+from txlcli.model import TransformerXL, clusters_of
 from txlcli.plan import Measured
 from txlcli.run import Run
 from txlcli.tokenizer import Tokenizer
@@ -58,31 +59,45 @@ def state_bytes(config: Config, n_vocab: int) -> int:
 def memory_bytes(config: Config, n_vocab: int) -> int:
     """Estimate the memory that training takes at its peak, from what backward keeps of each layer.
 
-    Weights, gradients and optimizer state; per layer the rows of memory and segment (inputs, norms, keys,
-    values), those of the segment (queries, feed-forward, residuals), the attention weights and their mask,
-    the weights by distance where distances have values; then, once, the scores on their way through the
-    softmax, more of them where distances add to them, and the logits with their gradient, of tail clusters
-    the share that is there at once. Checked against measured peaks of the eager attention, in every
-    scheme of positions and with clusters: up to three tenths above.
+    Weights, gradients and optimizer state; per layer the rows of memory and segment with their keys and
+    values, those of the segment (queries, feed-forward, residuals), the attention weights; then, once, the
+    scores on their way through the softmax, and the logits with their gradient, of tail clusters the share
+    that is there at once. What enters matrix products counts half in half precision. Checked against measured
+    peaks on a CPU, in every scheme of positions and with clusters: up to four tenths above.
     """
-    model, optim = config.model, config.optim
+    model, optim, machine = config.model, config.optim, config.machine
     b, t = optim.batch_size // optim.accumulate, model.tgt_len
     s = t + model.mem_len
     d, f, he = model.d_model, model.d_inner, model.n_head * model.d_head
-    keyed = b * s * (2 * d + 2 * he)
-    queried = b * t * (5 * he + 4 * d + 2 * f + (2 * d + 2 * f if model.dropout else 0))
+    half = 0.5 if machine.precision in ("bf16", "fp16") else 1.0
+    keyed = half * b * s * (d + 2 * he)
+    queried = b * t * (half * (3 * he + d + f) + 4 * d + (2 * d + f if model.dropout else 0))
     scores = b * model.n_head * t * s
-    has_values = model.position == "shaw" and model.shaw_values
-    n_kept = 1.25 + (1.25 if model.dropatt else 0) + has_values
-    n_passing = (4.5 if model.position in ("relative", "shaw") else 2) + has_values
-    per_layer = keyed + queried + n_kept * scores
+    n_kept, n_passing = _scores_at_once(model, machine, half)
     clusters = clusters_of(model, n_vocab)
     tail = _TAIL_AT_PEAK * sum(clusters.sizes[1:]) / max(1, clusters.n_tail)
     logits = b * t * (clusters.sizes[0] + clusters.n_tail + tail)
-    memory = 2 * optim.batch_size * model.n_layer * s * d
-    activations = model.n_layer * per_layer + n_passing * scores + 3.5 * logits + memory
+    memory = 2 * optim.batch_size * model.n_layer * model.mem_len * d
+    layers = model.n_layer * (keyed + queried + n_kept * scores)
+    activations = layers + n_passing * scores + 2 * b * t * f + 3.5 * logits + memory
     weights = 2 * sum(count_parameters(model, n_vocab))
-    return int(_WASTE * _FLOAT * (activations + weights)) + state_bytes(config, n_vocab) + _BASE_BYTES
+    workspace = 2 * fused.WORKSPACE_BYTES if machine.attention == "triton" else 0
+    total = int(_WASTE * _FLOAT * (activations + weights)) + state_bytes(config, n_vocab)
+    return total + workspace + _BASE_BYTES
+
+
+def _scores_at_once(model: ModelConfig, machine: MachineConfig, half: float) -> tuple[float, float]:
+    """Return how many numbers a score stands for that backward keeps, and that are there in passing."""
+    has_values = model.position == "shaw" and model.shaw_values
+    has_distances = model.position in ("relative", "shaw")
+    if machine.attention == "triton":
+        return 0.0, 0.0
+    if machine.attention == "skew":
+        return half, half * (4 + has_values) / model.n_head
+    if machine.attention == "sdpa":
+        return (2 * half, 2 * half) if has_distances else (0.0, half)
+    kept = half * (1.25 + (1.25 if model.dropatt else 0) + has_values)
+    return kept, (4.5 if has_distances else 2.0) + has_values
 
 
 def available_bytes(device: torch.device) -> int | None:
@@ -177,6 +192,7 @@ def measure(
         batches = Batches(store, config.optim.batch_size, config.model.tgt_len)
         state = TrainState.start(config, batches, tokenizer.n_vocab, device=device, precision=precision)
         try:
+            compile_s, again_s = _measure_compilation(state) if config.machine.compile else (0.0, 0.0)
             step_s = _measure_steps(state, config, length_s, should_stop)
             eval_s, eval_token_s = _measure_evaluation(state, run, tokenizer, should_stop)
         except (MemoryError, RuntimeError) as error:
@@ -189,8 +205,24 @@ def measure(
         eval_s=eval_s,
         eval_token_s=eval_token_s,
         save_s=save_s,
-        spent_s=time.monotonic() - started,
+        spent_s=time.monotonic() - started + again_s,
+        compile_s=compile_s + again_s,
     )
+
+
+def _measure_compilation(state: TrainState) -> tuple[float, float]:
+    """Compile, and return the seconds that it took, and those that the training will take for it again.
+
+    What has been compiled is found again by the training, in the same process. What failed is tried again.
+    """
+    begun = time.perf_counter()
+    fault = state.compile()
+    first_s = time.perf_counter() - begun
+    if fault is not None:
+        return first_s, first_s
+    begun = time.perf_counter()
+    state.compile()
+    return first_s, time.perf_counter() - begun
 
 
 def _measure_steps(
@@ -211,18 +243,12 @@ def _measure_steps(
             raise Interrupted
         # Neither the first step of an epoch, where memory is empty, nor the last, where the segment is short.
         state.counters.step = min(1 + len(took) % max(per_epoch - 2, 1), per_epoch - 1)
-        state.memory = [_zeros(part.stop - part.start, n_rows, state) for part in state.parts()]
+        state.memory = state.blank_memory(n_rows)
         before = time.perf_counter()
         optimize(state, rate=0.0, clip=config.optim.clip)
         took.append(time.perf_counter() - before)
     # The first step pays for what libraries set up.
     return statistics.mean(took[1:])
-
-
-def _zeros(n_stream: int, n_rows: int, state: TrainState) -> Memory:
-    shape = (n_stream, n_rows, state.model.d_model)
-    hidden = tuple(torch.zeros(shape, device=state.device) for _ in state.model.layers)
-    return Memory(hidden, torch.full((n_stream,), n_rows, device=state.device))
 
 
 def _measure_evaluation(

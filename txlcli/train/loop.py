@@ -16,7 +16,7 @@ from txlcli.data import SplitInfo
 from txlcli.files import describe_error
 from txlcli.run import Run, append_metrics, read_bits_per_byte
 from txlcli.train.evaluating import evaluate_if_due
-from txlcli.train.events import Budget, Event, Finished, Notice, Skipped, Stepped
+from txlcli.train.events import Budget, Event, Finished, Notice, Progress, Skipped, Stepped
 from txlcli.train.machine import is_out_of_memory, out_of_memory, run_on
 from txlcli.train.optim import learning_rate
 from txlcli.train.session import Session, failure, save
@@ -80,6 +80,7 @@ def _run(
     yield from session.notices
     if session.saved is None:
         yield from save(session)
+    yield from _compile(session)
     while True:
         is_best = yield from evaluate_if_due(session, should_stop)
         if session.saved != session.progress and (is_best or session.is_due(config.train.save_every)):
@@ -124,9 +125,30 @@ def _reason_to_end(session: Session, should_stop: Callable[[], bool], stop_at: i
 # Steps
 
 
+def _compile(session: Session) -> Iterator[Event]:
+    """Compile the step where that was asked for and steps are left, and say where it fails."""
+    if session.config.machine.compile and session.state.counters.step < session.steps:
+        yield Progress("compiling the step", 0, 0, "steps")
+        with _guarded(session):
+            fault = session.state.compile()
+        yield from _told_uncompiled(fault)
+
+
+def _told_uncompiled(fault: str | None) -> Iterator[Event]:
+    if fault is not None:
+        yield Notice(f"compile: failed, {fault}; going on uncompiled")
+
+
 def _step(session: Session, rate: float) -> StepResult:
-    try:
+    with _guarded(session):
         return optimize(session.state, rate=rate, clip=session.config.optim.clip)
+
+
+@contextmanager
+def _guarded(session: Session) -> Iterator[None]:
+    """Turn memory that runs out into a mistake that the user can mend."""
+    try:
+        yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -136,6 +158,7 @@ def _step(session: Session, rate: float) -> StepResult:
 def _tell(session: Session, result: StepResult, rate: float, clock: "_Clock") -> Iterator[Event]:
     """Write and yield what a step measured."""
     counters = session.state.counters
+    yield from _told_uncompiled(result.compile_fault)
     if result.fault is not None:
         yield from _skip(session, result, rate)
     elif counters.n_skipped_in_row:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from txlcli import UserError
-from txlcli.attention import cannot_run, choose_backend
+from txlcli.attention import Demands, cannot_run, choose_backend
 from txlcli.config import (
     DEFAULT,
     FLAG,
@@ -59,6 +59,9 @@ from txlcli.train.events import (
 from txlcli.train.optim import has_muon, refuse_missing_muon
 
 LARGEST_LINE_BYTES = 400
+
+COMPILE_SHARE = 0.1
+"""Share of a run's time above which it is said that compiling takes it."""
 
 _ANY_TEXT = Facts(
     n_bytes=2_000_000,
@@ -162,9 +165,15 @@ def choose_attention(settings: Settings) -> tuple[str, str | None]:
         UserError: one named on the command line cannot run this model.
     """
     name = _value(settings, "attention")
-    has_values = _value(settings, "position") == "shaw" and _value(settings, "shaw_values")
-    choice = choose_backend(name, has_values=has_values)
-    if choice.name == (choose_backend("auto").name if name == "auto" else name):
+    demands = Demands(
+        choose_device(_value(settings, "device")),
+        _value(settings, "d_head") or Demands().d_head,
+        has_values=_value(settings, "position") == "shaw" and _value(settings, "shaw_values"),
+        dropout=_value(settings, "dropatt"),
+    )
+    choice = choose_backend(name, demands)
+    best = choose_backend("auto", Demands(demands.device)).name
+    if choice.name == (best if name == "auto" else name):
         return choice.name, None
     if name != "auto" and settings["attention"].origin == FLAG:
         raise cannot_run(name, choice)
@@ -222,13 +231,16 @@ def _prepare(
         return measured
 
     if not any(Known(settings).has(name) for name in ("steps", "epochs")):
-        yield Progress("timing a few steps", 0, 0, "steps")
+        stage = "compiling and timing a few steps" if _value(settings, "compile") else "timing a few steps"
+        yield Progress(stage, 0, 0, "steps")
     planned = plan_length(settings, facts, time_on_this_machine, from_file=request.is_from_file)
     request.pause()
     for text in changed_by_plan(request.settings, planned):
         yield Notice(text)
     config = build(planned)
     yield from _told_short_streams(config, facts)
+    if measured is not None and budget is not None:
+        yield from _told_compile_time(measured, budget)
     expected_s = None if measured is None else _expected_s(config, planned, facts, measured)
     yield Planned(_summarize(config, planned, texts.corpus, info, tokenizer, request.device, expected_s))
     if is_dry:
@@ -262,6 +274,12 @@ def _told_short_streams(config: Config, facts: Facts) -> Iterator[Notice]:
             f"tgt_len: {tgt_len} asked for, {longest} taken: {facts.n_train_tokens:,} tokens in "
             f"{n_stream} streams; a smaller --batch-size gives longer segments"
         )
+
+
+def _told_compile_time(measured: Measured, budget: Budget) -> Iterator[Notice]:
+    """Say when compiling takes much of the time that was asked for."""
+    if measured.compile_s > COMPILE_SHARE * budget.limit_s:
+        yield Notice(f"compile: takes {measured.compile_s:,.0f} s of the {budget.limit_s:,.0f} s asked for")
 
 
 def without_length(settings: Settings) -> Config:

@@ -119,7 +119,8 @@ class Session:
 
     def environment(self) -> dict[str, str | int]:
         """Return what must be equal for a resumed run to repeat bit for bit."""
-        return environment(self.state.device, self.state.precision)
+        compiled = "on" if self.config.machine.compile else "off"
+        return {**environment(self.state.device, self.state.precision), "compile": compiled}
 
     def restore(self, path: Path) -> None:
         """Go back to a checkpoint: state, metrics.jsonl and the pointers."""

@@ -27,10 +27,12 @@ from torch.optim import Optimizer
 from txlcli import UserError
 from txlcli.checkpoint import load_state, load_weights
 from txlcli.config import Config
-from txlcli.data import Batches
+from txlcli.data import Batches, Segment
 from txlcli.device import Precision, autocast
 from txlcli.model import Memory, TransformerXL
 from txlcli.positions import AbsoluteSinusoids
+from txlcli.train.compiled import Forward, Shape, compile_forward, quietly, reason
+from txlcli.train.machine import is_out_of_memory
 from txlcli.train.optim import build_optimizers, set_learning_rate
 
 
@@ -81,6 +83,7 @@ class StepResult:
         n_targets: Tokens that the loss is the mean of.
         fault: Why there was no update; None: there was one.
         is_overflow: The fault is fp16's scale, which has been lowered; nothing is wrong with the weights.
+        compile_fault: Why the step, and all after it, had to run uncompiled; None: no such thing happened.
     """
 
     loss: float
@@ -88,6 +91,7 @@ class StepResult:
     n_targets: int
     fault: str | None = None
     is_overflow: bool = False
+    compile_fault: str | None = None
 
 
 @dataclass
@@ -103,6 +107,7 @@ class TrainState:
         counters: Plain numbers.
         device: Where the model lies.
         precision: Of the matrix products.
+        compiled: The compiled forward; None: steps run uncompiled.
     """
 
     model: TransformerXL
@@ -113,6 +118,7 @@ class TrainState:
     device: torch.device
     precision: Precision
     counters: Counters = field(default_factory=Counters)
+    compiled: Forward | None = None
 
     @classmethod
     def start(
@@ -158,6 +164,35 @@ class TrainState:
         bounds = [i * n_stream // n_parts for i in range(n_parts + 1)]
         return [slice(*pair) for pair in itertools.pairwise(bounds)]
 
+    def compile(self) -> str | None:
+        """Compile the forward and backward of a step, by running them; return why that failed, None if not.
+
+        Nothing else changes, random states neither. Steps run compiled only after this.
+        """
+        shape = Shape.usual(self.batches, self.model.lengths.mem_len)
+        before = _random_states(self.device)
+        try:
+            with quietly():
+                self.compiled = compile_forward(self.model, shape)
+                _run_parts(
+                    self, _blank_segment(self.batches, shape.n_tokens), self.blank_memory(shape.n_memory)
+                )
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            self.compiled = None
+            return reason(error)
+        finally:
+            self.model.zero_grad(set_to_none=True)
+            _restore_random(before, self.device)
+        return None
+
+    def blank_memory(self, n_rows: int | None) -> list[Memory | None]:
+        """Return a memory of `n_rows` zeros for each part; None: an empty one."""
+        return [
+            None if n_rows is None else _zeros(self, part.stop - part.start, n_rows) for part in self.parts()
+        ]
+
     def forget(self) -> None:
         """Let all streams restart with an empty memory."""
         self.memory = [None] * len(self.memory)
@@ -177,12 +212,7 @@ class TrainState:
             for layer, rows in enumerate(zip(*(part.hidden for part in filled), strict=True)):
                 tensors[f"memory.{layer}"] = torch.cat(rows)
             tensors["memory.position"] = torch.cat([part.position for part in filled])
-        tensors["random.cpu"] = torch.get_rng_state()
-        if self.device.type == "cuda":
-            tensors["random.cuda"] = torch.cuda.get_rng_state(self.device)
-        elif self.device.type == "mps":
-            tensors["random.mps"] = torch.mps.get_rng_state()
-        return tensors
+        return tensors | _random_states(self.device)
 
     def values(self) -> dict[str, object]:
         """Return the state's plain numbers."""
@@ -277,19 +307,7 @@ def optimize(state: TrainState, *, rate: float, clip: float) -> StepResult:
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)
 
-    losses, memory = [], list[Memory | None]()
-    for part, past in zip(state.parts(), state.memory, strict=True):
-        tokens = segment.tokens[part].to(state.device, non_blocking=True)
-        targets = segment.targets[part].to(state.device, non_blocking=True)
-        with autocast(state.device, state.precision):
-            nll, new = state.model(tokens, past, targets)  # [B, T]
-        if segment.weights is not None:
-            nll = nll * segment.weights[part].to(state.device, non_blocking=True)
-        loss = nll.sum() / segment.n_targets
-        (loss if state.scaler is None else state.scaler.scale(loss)).backward()
-        losses.append(loss.detach())
-        memory.append(new)
-
+    losses, memory, compile_fault = _differentiate(state, segment)
     if state.scaler is not None:
         for optimizer in optimizers:
             state.scaler.unscale_(optimizer)
@@ -312,7 +330,62 @@ def optimize(state: TrainState, *, rate: float, clip: float) -> StepResult:
     state.memory = memory
     if fault is not None and not is_overflow:
         state.forget()
-    return StepResult(loss_value, norm_value, segment.n_targets, fault, is_overflow)
+    return StepResult(loss_value, norm_value, segment.n_targets, fault, is_overflow, compile_fault)
+
+
+def _differentiate(
+    state: TrainState, segment: Segment
+) -> tuple[list[Tensor], list[Memory | None], str | None]:
+    """Compute loss, gradients and new memory of a step, and why it had to be done uncompiled.
+
+    A compiled graph may fail at any call, in backward too, so the whole step is then repeated without.
+    """
+    if state.compiled is None:
+        return *_run_parts(state, segment, state.memory), None
+    before = _random_states(state.device)
+    try:
+        with quietly():
+            return *_run_parts(state, segment, state.memory), None
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        compile_fault = reason(error)
+    state.compiled = None
+    state.model.zero_grad(set_to_none=True)
+    _restore_random(before, state.device)
+    return *_run_parts(state, segment, state.memory), compile_fault
+
+
+def _run_parts(
+    state: TrainState, segment: Segment, memory: Sequence[Memory | None]
+) -> tuple[list[Tensor], list[Memory | None]]:
+    """Add the gradients of all parts of a segment; return their losses and their new memory."""
+    forward = state.model if state.compiled is None else state.compiled
+    losses, new_memory = list[Tensor](), list[Memory | None]()
+    for part, past in zip(state.parts(), memory, strict=True):
+        tokens = segment.tokens[part].to(state.device, non_blocking=True)
+        targets = segment.targets[part].to(state.device, non_blocking=True)
+        with autocast(state.device, state.precision):
+            nll, new = forward(tokens, past, targets)  # [B, T]
+        if segment.weights is not None:
+            nll = nll * segment.weights[part].to(state.device, non_blocking=True)
+        loss = nll.sum() / segment.n_targets
+        (loss if state.scaler is None else state.scaler.scale(loss)).backward()
+        losses.append(loss.detach())
+        new_memory.append(new)
+    return losses, new_memory
+
+
+def _blank_segment(batches: Batches, n_tokens: int) -> Segment:
+    """Return a segment of token 0, which lies in memory as those of `Batches` do."""
+    window = torch.zeros(batches.n_stream, n_tokens + 1, dtype=torch.int64)
+    return Segment(window[:, :-1], window[:, 1:], None, False, batches.n_stream * n_tokens)
+
+
+def _zeros(state: TrainState, n_stream: int, n_rows: int) -> Memory:
+    shape = (n_stream, n_rows, state.model.d_model)
+    hidden = tuple(torch.zeros(shape, device=state.device) for _ in state.model.layers)
+    return Memory(hidden, torch.full((n_stream,), n_rows, device=state.device))
 
 
 def is_finite(tensors: Sequence[Tensor]) -> bool:
@@ -339,6 +412,16 @@ def read_counters(values: Mapping[str, Any], path: Path) -> Counters:
                 f"{path}: state.json: `{name}` must be {kind.__name__}, got {value!r:.40}; damaged"
             )
     return Counters(**counters)
+
+
+def _random_states(device: torch.device) -> dict[str, Tensor]:
+    """Return the states of the random generators that a step draws from."""
+    states = {"random.cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["random.cuda"] = torch.cuda.get_rng_state(device)
+    elif device.type == "mps":
+        states["random.mps"] = torch.mps.get_rng_state()
+    return states
 
 
 def _restore_random(tensors: Mapping[str, Tensor], device: torch.device) -> None:

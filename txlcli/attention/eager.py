@@ -1,21 +1,12 @@
-"""The attention operation: from a segment to its memory and itself, with content and position scores.
-
-Shapes, here and everywhere else in the package (B, H, S, E follow PyTorch's scaled_dot_product_attention):
-
-    B streams    T queries (the segment)   M memory     S keys = M + T   R distances
-    H heads      D d_model                 E d_head     F d_inner        V vocabulary   N layers
-"""
+"""The eager form of the attention operation, which is the specification of all others."""
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
-
-from txlcli import UserError
 
 
 class RelativeBias(NamedTuple):
@@ -126,60 +117,3 @@ def hidden_keys(
     if first is None:
         return later
     return later | (key < first[:, None, :, None])  # [B, 1, T, S]
-
-
-AttentionBackend = Callable[..., Tensor]
-
-
-class Backend(NamedTuple):
-    """A form of the attention operation.
-
-    Attributes:
-        attend: A function with the signature of `relative_attention`.
-        takes_values: Whether it takes rows of distances for the values.
-    """
-
-    attend: AttentionBackend
-    takes_values: bool
-
-
-BACKENDS: dict[str, Backend] = {"eager": Backend(relative_attention, takes_values=True)}
-
-
-class BackendChoice(NamedTuple):
-    """A backend and why it was taken."""
-
-    name: str
-    attend: AttentionBackend
-    reason: str
-
-
-def choose_backend(name: str, *, has_values: bool = False) -> BackendChoice:
-    """Return the backend for a requested name; `auto` takes the fastest that runs here.
-
-    Args:
-        name: A backend's name, or `auto`.
-        has_values: The model adds rows of distances to the values (Shaw et al. 2018); a backend that does not
-            take them gives way to the eager form, which the reason says.
-
-    Raises:
-        UserError: there is no backend of that name.
-    """
-    if name == "auto":
-        return BackendChoice("eager", relative_attention, "the only backend so far")
-    if name not in BACKENDS:
-        raise UserError(
-            f"--attention: unknown backend; got `{name}`; choose from auto, {', '.join(BACKENDS)}"
-        )
-    if has_values and not BACKENDS[name].takes_values:
-        reason = f"{name} takes no rows of distances for the values (--shaw-values)"
-        return BackendChoice("eager", relative_attention, reason)
-    return BackendChoice(name, BACKENDS[name].attend, "asked for")
-
-
-def cannot_run(name: str, choice: BackendChoice) -> UserError:
-    """Return the refusal of a backend that was asked for by name and gave way to `choice`."""
-    return UserError(
-        f"--attention: cannot run this model; got `{name}`; {choice.reason}; "
-        f"leave it out, or give {choice.name}"
-    )
