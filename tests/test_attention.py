@@ -247,21 +247,36 @@ def test_blocks_hold_every_query_once_and_its_keys(n_queries, n_memory):
     assert all(block.end - block.begin <= blocks.N_QUERIES for block in cut)
 
 
+def projected(past, rows, weights, gradients, *, is_plain):
+    """Return queries, keys and values and the gradients of all that needs one."""
+    both = torch.cat([past, rows], dim=1)
+    out = project(past, rows, *weights)
+    if is_plain:
+        out = [x @ w.T for x, w in zip((rows, both, both), weights, strict=True)]
+    inputs = [x for x in (past, rows, *weights) if x.requires_grad]
+    return [*out, *torch.autograd.grad(out, inputs, gradients)]
+
+
 @pytest.mark.parametrize("n_memory", [0, 1, 6])
 @pytest.mark.parametrize("needs_past", [False, True])
-def test_projection_is_three_linear_layers(n_memory, needs_past):
-    past = torch.randn(2, n_memory, 5, dtype=torch.float64).requires_grad_(needs_past)
-    rows = torch.randn(2, 4, 5, dtype=torch.float64).requires_grad_()
-    weights = [torch.randn(6, 5, dtype=torch.float64).requires_grad_() for _ in range(3)]
-    both = torch.cat([past, rows], dim=1)
-    expected = [x @ w.T for x, w in zip((rows, both, both), weights, strict=True)]
-    actual = project(past, rows, *weights)
-    gradients = [torch.randn_like(x) for x in expected]
-    inputs = [*([past] if needs_past else []), rows, *weights]
-    expected += torch.autograd.grad(expected, inputs, gradients)
-    actual = [*actual, *torch.autograd.grad(actual, inputs, gradients)]
-    for a, b in zip(actual, expected, strict=True):
-        assert_same(a, b)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_projection_is_three_linear_layers(n_memory, needs_past, dtype):
+    past = torch.randn(2, n_memory, 16, dtype=dtype).requires_grad_(needs_past)
+    rows = torch.randn(2, 9, 16, dtype=dtype).requires_grad_()
+    weights = [torch.randn(12, 16, dtype=dtype).requires_grad_() for _ in range(3)]
+    gradients = [torch.randn(2, n, 12, dtype=dtype) for n in (9, n_memory + 9, n_memory + 9)]
+    fast = projected(past, rows, weights, gradients, is_plain=False)
+    plain = projected(past, rows, weights, gradients, is_plain=True)
+    past, rows, *weights = (
+        x.detach().double().requires_grad_(x.requires_grad) for x in (past, rows, *weights)
+    )
+    exact = projected(past, rows, weights, [g.double() for g in gradients], is_plain=True)
+    for n, (f, p, e) in enumerate(zip(fast, plain, exact, strict=True)):
+        assert f.dtype == dtype
+        if dtype == torch.float64:
+            assert_same(f, e)
+        elif e.numel():
+            assert_as_accurate(f, p, e, factor=2 if n < 3 else 3)
 
 
 def test_projection_converts_rows_and_weights_as_autocast_does():

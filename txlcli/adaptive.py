@@ -260,6 +260,21 @@ class AdaptiveHead(nn.Module):
         return hidden if projection is None else hidden @ projection
 
 
+def linear(
+    x: Float[Tensor, "... I"], weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None = None
+) -> Float[Tensor, "... O"]:
+    """Return x W^T + b; in inference on a CPU a single row as so many dot products.
+
+    One token's row meets weights that are too many for the processor's cache. With two threads dot products,
+    which read row after row, were measured to take a token an eighth less time than the matrix library.
+    """
+    is_one = not torch.is_grad_enabled() and x.device.type == "cpu" and x.numel() == x.shape[-1]
+    if not is_one or torch.is_autocast_enabled("cpu"):
+        return F.linear(x, weight, bias)
+    out: Tensor = torch.linalg.vecdot(weight, x.reshape(-1))
+    return (out if bias is None else out + bias).view(*x.shape[:-1], -1)
+
+
 def _new_tables(clusters: Clusters) -> tuple[nn.Parameter | None, nn.ParameterList | None]:
     """Return one table for all clusters, or one for each."""
     if clusters.is_one_table:
@@ -297,7 +312,7 @@ def _logits(
     hidden: Float[Tensor, "... E_i"], weight: Float[Tensor, "L E_i"], bias: Float[Tensor, " L"]
 ) -> Float[Tensor, "... L"]:
     """Return the scores before the softmax, in float32 at least also where autocast multiplies in less."""
-    logits = F.linear(hidden, weight, bias)
+    logits = linear(hidden, weight, bias)
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 

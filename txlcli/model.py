@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from txlcli import UserError
-from txlcli.adaptive import AdaptiveEmbedding, AdaptiveHead, Clusters
+from txlcli.adaptive import AdaptiveEmbedding, AdaptiveHead, Clusters, linear
 from txlcli.attention import (
     BackendChoice,
     Demands,
@@ -134,6 +134,14 @@ class Projected(NamedTuple):
     v: Tensor
 
 
+class Linear(nn.Linear):
+    """A linear layer; see `linear`."""
+
+    def forward(self, x: Float[Tensor, "... I"]) -> Float[Tensor, "... O"]:
+        """Project rows."""
+        return linear(x, self.weight, self.bias)
+
+
 class Attention(nn.Module):
     """The attention branch of a layer: projections around `relative_attention`."""
 
@@ -142,11 +150,11 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.n_head, self.dropatt = n_head, dropatt
-        self.q = nn.Linear(d_model, n_head * d_head, bias=False)
-        self.k = nn.Linear(d_model, n_head * d_head, bias=False)
-        self.v = nn.Linear(d_model, n_head * d_head, bias=False)
+        self.q = Linear(d_model, n_head * d_head, bias=False)
+        self.k = Linear(d_model, n_head * d_head, bias=False)
+        self.v = Linear(d_model, n_head * d_head, bias=False)
         self.r = distances
-        self.o = nn.Linear(n_head * d_head, d_model, bias=False)
+        self.o = Linear(n_head * d_head, d_model, bias=False)
         self.norm = nn.LayerNorm(d_model, eps=eps)
         self.attend = relative_attention
 
@@ -178,8 +186,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, d_model: int, d_inner: int, dropout: float, eps: float) -> None:
         super().__init__()
-        self.inner = nn.Linear(d_model, d_inner)
-        self.outer = nn.Linear(d_inner, d_model)
+        self.inner = Linear(d_model, d_inner)
+        self.outer = Linear(d_inner, d_model)
         self.norm = nn.LayerNorm(d_model, eps=eps)
         self.dropout = dropout
 
