@@ -46,10 +46,15 @@ def test_the_python_lines_run(corpus):
 
 
 def test_every_flag_named_is_a_flag():
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) - {"--index-url", "--json", "--help"}
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) - {
+        "--index-url",
+        "--json",
+        "--help",
+        "--version",
+    }
     helps = [
         CliRunner().invoke(app, [c, "--help"], env={"COLUMNS": "200"}).output
-        for c in ("train", "generate", "eval", "config", "runs")
+        for c in ("train", "generate", "eval", "bench", "config", "runs")
     ]
     for flag in named | {"--json"}:
         assert any(re.search(rf"{flag}\b", text) for text in helps), flag
