@@ -45,13 +45,12 @@ def test_the_python_lines_run(corpus):
     assert names["lm"].score("Once upon a time").bits_per_byte > 0
 
 
+# Flags of pip, of every command, and of the scripts that stand beside the tests.
+OTHERS = {"--index-url", "--json", "--help", "--version", "--authors", "--hugging-face"}
+
+
 def test_every_flag_named_is_a_flag():
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) - {
-        "--index-url",
-        "--json",
-        "--help",
-        "--version",
-    }
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) - OTHERS
     helps = [
         CliRunner().invoke(app, [c, "--help"], env={"COLUMNS": "200"}).output
         for c in ("train", "generate", "eval", "bench", "config", "runs")

@@ -536,6 +536,7 @@ def _protocol(
         "encoding": "raw bytes" if lm.tokenizer.kind == "byte" else text.encoding,
         "precision": precision,
         "device": str(lm.device),
+        "attention": lm.model.attention_name,
         "is_lower_bound": not lm.tokenizer.is_lossless and text.info.n_unknown > 0,
         "unknown_tokens": text.info.n_unknown,
     }
@@ -555,6 +556,8 @@ def _window_protocol(lm: "LanguageModel", window: "WindowScore") -> dict[str, ob
         "streams); the vocabulary once a scored token",
         "ideal": f"w (C + a w/2) / (C + a w), w the window; multiply-adds of a layer: C = {per_token:,} a "
         f"token, a = {per_key:,} a key",
+        "share": "ratio / ideal; above 1 where a text or sample is too short to be timed, or hidden keys "
+        "are computed",
         "macs_per_token": per_token,
         "macs_per_key": per_key,
     }
@@ -600,7 +603,7 @@ def _write_table(result: _Result, out: Screen) -> None:
         out.draw(window_table(result.windows, result.mem_lens, out.width))
     protocol = result.protocol
     clamp = "no clamp_len" if protocol["clamp_len"] is None else f"clamp_len {protocol['clamp_len']}"
-    machine = f"{protocol['precision']} on {protocol['device']}"
+    machine = f"{protocol['precision']} on {protocol['device']} · attention {protocol['attention']}"
     text = result.file if result.file is not None else f"{result.split} text of the run"
     facts = [
         ("text", f"{text} · {result.n_bytes:,} bytes · {protocol['encoding']}"),
@@ -622,4 +625,4 @@ def _write_table(result: _Result, out: Screen) -> None:
 def _window_facts(protocol: object) -> list[tuple[str, str]]:
     if not isinstance(protocol, dict):
         return []
-    return [(name, protocol[name]) for name in ("window", "sample", "speed", "ideal")]
+    return [(name, protocol[name]) for name in ("window", "sample", "speed", "ideal", "share")]

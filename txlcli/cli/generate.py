@@ -223,7 +223,8 @@ def _pieces(
         if isinstance(event, GeneratedText):
             finished = event
     if finished.tokens_per_s is not None:
-        screen.aside(f"{finished.tokens_per_s:,.0f} tokens/s")
+        each = " each" if options.num_samples > 1 else ""
+        screen.aside(f"{finished.tokens_per_s:,.0f} tokens/s{each}")
 
 
 def _settings(lm: "LanguageModel", options: "SamplingOptions") -> list[str]:

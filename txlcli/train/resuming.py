@@ -67,6 +67,9 @@ def resume(
     old_steps, budget = config.train.steps, None
     given = next((name for name in LENGTHS if name in changes), None)
     settings = override(settings, changes)
+    attention, told = choose_attention(settings)
+    if "attention" not in settings or settings["attention"].value == "auto":
+        settings = settings | {"attention": Sourced(attention, "plan: runs best here")}
     if given == "minutes" or (given is None and old_steps is None):
         yield Progress("measuring steps", 0, 0, "steps")
     try:
@@ -82,7 +85,6 @@ def resume(
             f"give {saved.step} or more"
         )
     choose_precision(config.machine.precision, choose_device(config.machine.device), training=True)
-    _, told = choose_attention(settings)
     if told is not None:
         yield Notice(f"attention: {told}")
     if steps != old_steps and old_steps is not None and steps > saved.step:

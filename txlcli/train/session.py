@@ -120,7 +120,8 @@ class Session:
     def environment(self) -> dict[str, str | int]:
         """Return what must be equal for a resumed run to repeat bit for bit."""
         compiled = "on" if self.config.machine.compile else "off"
-        return {**environment(self.state.device, self.state.precision), "compile": compiled}
+        facts = environment(self.state.device, self.state.precision)
+        return {**facts, "attention": self.state.model.attention_name, "compile": compiled}
 
     def restore(self, path: Path) -> None:
         """Go back to a checkpoint: state, metrics.jsonl and the pointers."""
