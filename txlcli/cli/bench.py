@@ -71,7 +71,10 @@ def bench(
     is_json: JsonFlag = False,
     is_quiet: QuietFlag = False,
     repeats: Annotated[
-        int, option("--repeats", metavar="N", help="repetitions of a row", number=int, has_default=True)
+        int,
+        option(
+            "--repeats", metavar="N", help="repetitions of a row, at least 3", number=int, has_default=True
+        ),
     ] = 5,
     seconds: Annotated[
         float,

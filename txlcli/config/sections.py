@@ -377,7 +377,12 @@ class MachineConfig:
         more="Softmax, loss and stored memory are fp32 in every precision.",
     )
     attention: Literal["auto", "eager", "skew", "sdpa", "triton"] = option(
-        "auto", "form of the attention operation", is_planned=True, may_change=True
+        "auto",
+        "form of the attention operation",
+        is_planned=True,
+        may_change=True,
+        more="eager: the formula. skew: for CPUs; no dropatt. sdpa: PyTorch's kernels; no shaw_values. "
+        "triton: fused kernels for CUDA; neither of the two. All give the same result to rounding.",
     )
     threads: int | None = option(
         None, "CPU threads; none: as torch finds them", min=1, max=4096, may_change=True

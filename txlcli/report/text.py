@@ -55,7 +55,7 @@ def number_text(value: float | None, digits: int = 4) -> str:
         return "–"
     if not math.isfinite(value):
         return str(value)
-    if abs(value) >= 10**6:
+    if abs(value) >= (10**6 if digits else 10**9):
         return f"{value:.4g}"
     return f"{value:,.{digits}f}"
 
