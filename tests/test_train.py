@@ -1072,6 +1072,7 @@ def test_a_fall_back_of_attention_is_told_once_with_its_reason(tmp_path: Path) -
     assert told == ["attention: auto takes no rows for the values, using eager"]
     (planned,) = of_kind(events, Planned)
     assert (planned.summary.attention, events[-1].config.machine.attention) == ("eager", "eager")
+    assert events[-1].origins["attention"] == "plan: auto takes no rows for the values, using eager"
     for unaffected in ({"shaw_values": False}, {"attention": "eager"}):
         events = list(
             begin(from_flags({**flags, "steps": 1, "attention": "eager", **unaffected}), dry_run=True)

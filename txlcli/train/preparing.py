@@ -147,7 +147,7 @@ class _Request:
         if _value(settings, "optimizer") == "muon":
             refuse_missing_muon()
         attention, told = choose_attention(settings)
-        if told is not None and _value(settings, "attention") != "auto":
+        if told is not None:
             settings = settings | {"attention": Sourced(attention, f"plan: {told}")}
         notices = () if told is None else (f"attention: {told}",)
         return cls(settings, is_from_file, device, attention, init, started, should_stop, notices)
