@@ -52,7 +52,8 @@ def log_probs(model: torch.nn.Module, config, tokens: list[int], *, lengths=None
     """Score one text from the definitions: [len(tokens), V] log-probabilities after each token.
 
     Memory is defined directly: the token at position t of a text lies in the segment that starts at
-    s = t - t % tgt_len and sees the inputs of each layer from max(0, s - mem_len) on.
+    s = t - t % tgt_len and sees the inputs of each layer from max(0, s - mem_len) on. With memory_start zeros
+    it sees them from s - mem_len on, and those before the text are 0.
     """
     lengths = lengths or model.lengths
     weights = {name: value.double() for name, value in model.state_dict().items()}
@@ -60,7 +61,7 @@ def log_probs(model: torch.nn.Module, config, tokens: list[int], *, lengths=None
 
     def norm(x: Tensor, name: str) -> Tensor:
         centred = x - x.mean(-1, keepdim=True)
-        scaled = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+        scaled = centred / (centred.pow(2).mean(-1, keepdim=True) + config.norm_eps).sqrt()
         return scaled * weights[f"{name}.weight"] + weights[f"{name}.bias"]
 
     def linear(x: Tensor, name: str) -> Tensor:
@@ -74,15 +75,17 @@ def log_probs(model: torch.nn.Module, config, tokens: list[int], *, lengths=None
             rows[t] = rows[t] + sinusoid(position, d_model)
         if config.position == "learned":
             rows[t] = rows[t] + weights["positions.weight"][t % lengths.tgt_len]
+    n_before = lengths.mem_len if lengths.memory_start == "zeros" else 0
     for n in range(config.n_layer):
         name = f"layers.{n}.attention"
+        rows = [torch.zeros(d_model, dtype=torch.float64)] * n_before + rows
         seen = [norm(x, f"{name}.norm") if config.norm == "pre" else x for x in rows]
         k = [linear(x, f"{name}.k").view(n_head, d_head) for x in seen]
         v = [linear(x, f"{name}.v").view(n_head, d_head) for x in seen]
         outputs = []
-        for t, x in enumerate(rows):
+        for t, x in list(enumerate(rows))[n_before:]:
             q = linear(seen[t], f"{name}.q").view(n_head, d_head)
-            begin = max(0, t - t % lengths.tgt_len - lengths.mem_len)
+            begin = max(0, t - (t - n_before) % lengths.tgt_len - lengths.mem_len)
             if lengths.same_length != "off":
                 begin = max(begin, t + 1 - lengths.mem_len - (lengths.same_length == "mem_len+1"))
             attended = []
@@ -115,7 +118,7 @@ def log_probs(model: torch.nn.Module, config, tokens: list[int], *, lengths=None
             outputs.append(y)
         rows = outputs
     hidden = torch.stack(rows)
-    if config.norm == "pre":
+    if config.norm == "pre" and config.final_norm:
         hidden = norm(hidden, "norm")
     head = weights.get("head.weight", weights["embed.weight"])
     return (hidden @ head.T + weights["head.bias"]).log_softmax(dim=-1)

@@ -89,6 +89,8 @@ def configs(draw: st.DrawFn) -> Config:
         values["div_val"] = 1
     if values["same_length"] == "mem_len":
         values["mem_len"] = max(values["mem_len"], 1)
+    if values["norm"] != "pre":
+        values["final_norm"] = True
     if values["position"] != "relative":
         values["untie_r"] = False
     if values["position"] != "shaw":

@@ -47,6 +47,9 @@ LENGTHS = [
     Lengths(5, 0, same_length="mem_len+1"),
     Lengths(4, 1000, same_length="mem_len+1"),
     Lengths(100, 8),
+    Lengths(4, 6, memory_start="zeros"),
+    Lengths(4, 1000, memory_start="zeros", clamp_len=9),
+    Lengths(3, 7, same_length="mem_len", memory_start="zeros"),
 ]
 
 

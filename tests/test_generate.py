@@ -155,8 +155,14 @@ def test_log_probs_are_those_of_scoring(tgt_len, mem_len, n_segments, n_more):
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(("tgt_len", "mem_len"), [(4, 6), (3, 3), (4, 0)])
 @pytest.mark.parametrize("n_prompt", [1, 8, 47])
-def test_log_probs_are_those_of_scoring_in_every_scheme(scheme, tgt_len, mem_len, n_prompt):
-    model, lengths, prompt = make_model(**SCHEMES[scheme]), Lengths(tgt_len, mem_len), letters(n_prompt)
+@pytest.mark.parametrize("attention", ["eager", "skew"])
+@pytest.mark.parametrize("memory_start", ["empty", "zeros"])
+def test_log_probs_are_those_of_scoring_in_every_scheme(
+    scheme, tgt_len, mem_len, n_prompt, attention, memory_start
+):
+    model, prompt = make_model(**SCHEMES[scheme], memory_start=memory_start), letters(n_prompt)
+    model.use_attention(attention)
+    lengths = Lengths(tgt_len, mem_len, memory_start=memory_start)
     options = {"max_tokens": 2 * tgt_len + 3, "mem_len": mem_len, "tgt_len": tgt_len, "num_samples": 2}
     for result in results(model, prompt, **options):
         ids = [*LETTERS.encode(prompt.encode()), *result.ids]

@@ -1,11 +1,13 @@
+import copy
 import dataclasses
 
+import numpy
 import pytest
 import torch
 
 from tests import reference
-from tests.tolerance import assert_same
-from txlcli import UserError
+from tests.tolerance import assert_as_accurate, assert_same
+from txlcli import UserError, single
 from txlcli.config import ModelConfig
 from txlcli.model import Lengths, TransformerXL
 
@@ -18,6 +20,8 @@ LENGTHS = [
     Lengths(4, 4, clamp_len=3),
     Lengths(4, 6, same_length="mem_len"),
     Lengths(5, 3, same_length="mem_len+1", clamp_len=2),
+    Lengths(4, 5, memory_start="zeros"),
+    Lengths(4, 6, same_length="mem_len", memory_start="zeros", clamp_len=5),
 ]
 
 
@@ -94,8 +98,48 @@ def test_cached_keys_and_values_change_nothing(lengths, scheme, norm):
     whole = [len(part) for part in torch.arange(23).split(lengths.tgt_len)]
     assert_same(by_cache(model, tokens, whole), expected)
     assert_same(by_cache(model, tokens, [1] * 23), expected)
+    model.use_attention("skew")  # one token then goes its own way
+    assert_same(by_cache(model, tokens, [1] * 23), expected)
     halves = [n for size in whole for n in (size // 2, size - size // 2) if n]
     assert_same(by_cache(model, tokens, halves), expected)
+
+
+@pytest.mark.parametrize("n_streams", [1, single.MAX_STREAMS, single.MAX_STREAMS + 1])
+@pytest.mark.parametrize("scheme", ["relative", "shaw", "restart"])
+@torch.no_grad()
+def test_single_tokens_are_as_accurate_as_all_at_once(scheme, n_streams, monkeypatch):
+    taken = []
+    monkeypatch.setattr(single, "step", lambda *given, step=single.step: taken.append(1) or step(*given))
+    exact = build(config_of(Lengths(8, 5), scheme, d_model=48, n_head=3, d_head=16))
+    tokens = draw_tokens(n_streams, 20)
+    model = copy.deepcopy(exact).float()
+    plain = by_cache(model, tokens, [1] * 20)
+    assert not taken
+    model.use_attention("skew")
+    fast = by_cache(model, tokens, [1] * 20)
+    assert len(taken) == (40 if n_streams <= single.MAX_STREAMS else 0)
+    assert_as_accurate(fast, plain, by_training_path(exact, tokens))
+
+
+@torch.no_grad()
+def test_a_product_without_numpy_2_is_the_same(monkeypatch):
+    weight, rows = (numpy.random.default_rng(3).normal(size=shape) for shape in ((5, 7), (2, 7)))
+    assert_same(torch.from_numpy(single.product(weight, rows)), torch.from_numpy(rows @ weight.T))
+    monkeypatch.delattr(numpy, "vecdot", raising=False)
+    assert_same(torch.from_numpy(single.product(weight, rows)), torch.from_numpy(rows @ weight.T))
+
+
+@all_schemes
+@torch.no_grad()
+def test_layer_normalization_has_an_epsilon_and_may_leave_out_the_last(scheme):
+    config = config_of(Lengths(4, 4), scheme, norm="pre", final_norm=False, norm_eps=0.3)
+    model, tokens = build(config), draw_tokens(1, 10)
+    expected = reference.log_probs(model, config, tokens[0].tolist())
+    assert_same(by_training_path(model, tokens)[0], expected)
+    model.use_attention("skew")
+    assert_same(by_cache(model, tokens, [1] * 10)[0], expected)
+    with pytest.raises(UserError, match=r"final_norm false needs norm pre; got post"):
+        config_of(Lengths(4, 4), norm="post", final_norm=False)
 
 
 @all_schemes

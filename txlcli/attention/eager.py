@@ -26,6 +26,11 @@ class RelativeBias(NamedTuple):
     w: Float[Tensor, "H E"] | None = None
     values: Float[Tensor, "H R E"] | None = None
 
+    def detach(self) -> "RelativeBias":
+        """Return the same without gradients."""
+        u, w, values = (None if part is None else part.detach() for part in self[1:])
+        return RelativeBias(self.r.detach(), u, w, values)
+
 
 def relative_attention(
     q: Float[Tensor, "B H T E"],

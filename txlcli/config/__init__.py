@@ -30,7 +30,7 @@ from txlcli.config.sections import (
     leaf,
     override,
 )
-from txlcli.config.setting import DEFAULT, FLAG, Leaf, Settings, Sourced, check, parse
+from txlcli.config.setting import DEFAULT, FLAG, Leaf, Settings, Sourced, check, parse, shown
 from txlcli.config.yaml_file import dump, find_preset, load, presets, read_origins, read_settings
 
 __all__ = [
@@ -65,4 +65,5 @@ __all__ = [
     "presets",
     "read_origins",
     "read_settings",
+    "shown",
 ]

@@ -147,6 +147,17 @@ class ModelConfig:
     norm: Literal["post", "pre"] = option(
         "pre", "place of layer normalization; the paper's is post", is_planned=True, shapes_weights=True
     )
+    final_norm: bool = option(
+        True, "layer normalization after the last layer, with norm pre", shapes_weights=True
+    )
+    norm_eps: float = option(
+        1e-5,
+        "what layer normalization adds to the variance",
+        above=0,
+        max=1,
+        metavar="F",
+        shapes_weights=True,
+    )
     position: Literal["relative", "shaw", "sinusoid", "learned"] = option(
         "relative",
         "how positions enter: relative, shaw, sinusoid or learned",
@@ -176,6 +187,12 @@ class ModelConfig:
         "segment. continue: positions count on through the text, to some that no training reached.",
     )
     clamp_len: int | None = option(None, "distances beyond this share one encoding", min=0, is_planned=True)
+    memory_start: Literal["empty", "zeros"] = option(
+        "empty",
+        "what memory holds before the first segment: nothing, or mem_len rows of zeros",
+        more="zeros, as in TensorFlow and Hugging Face: every layer begins with inputs of 0, which are "
+        "attended to like any other.",
+    )
     same_length: Literal["off", "mem_len", "mem_len+1"] = option(
         "off",
         "keys that every query sees, itself included",
@@ -232,6 +249,8 @@ class ModelConfig:
                 ["same_length", "mem_len"],
                 "same_length mem_len leaves no key to see at mem_len 0; give off or mem_len+1, or a memory",
             )
+        if not self.final_norm and self.norm != "pre":
+            raise SettingError(["final_norm", "norm"], f"final_norm false needs norm pre; got {self.norm}")
         self._check_positions()
         n_tail = 0 if self.cutoffs == "auto" else len(self.cutoffs)
         if n_tail > MAX_CUTOFFS:

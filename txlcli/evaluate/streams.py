@@ -41,7 +41,7 @@ def apply(model: TransformerXL, lengths: Lengths, n_targets: int, *, what: str) 
         notices.append(
             "mem_len 0 with same_length mem_len would leave no key to see: scored without same_length"
         )
-    if lengths.mem_len > n_targets:
+    if lengths.mem_len > n_targets and not lengths.n_rows_at_start:
         notices.append(f"mem_len {lengths.mem_len:,} exceeds {what}: every token sees all before it")
     context_min, context_max = context(lengths)
     return Applied(
@@ -62,10 +62,12 @@ def usable(lengths: Lengths) -> Lengths:
 def bound(lengths: Lengths, n_targets: int) -> Lengths:
     """Cut usable lengths to what a text of `n_targets` targets can fill; its score stays the same.
 
-    Memory never holds more than the segments before the last one. Under same_length the span follows mem_len,
-    and one of all targets hides nothing.
+    Memory that begins empty never holds more than the segments before the last one. Under same_length the
+    span follows mem_len, and one of all targets hides nothing.
     """
     tgt_len = min(lengths.tgt_len, n_targets)
+    if lengths.n_rows_at_start:
+        return lengths._replace(tgt_len=tgt_len)
     before_last = (_ceil(n_targets, tgt_len) - 1) * tgt_len
     most = before_last if lengths.span is None else n_targets
     return lengths._replace(tgt_len=tgt_len, mem_len=min(lengths.mem_len, most))

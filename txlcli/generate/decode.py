@@ -181,7 +181,10 @@ def _numbers(log_probs: Float[Tensor, "B V"]) -> Floats:
 
 def _at_most(lengths: Lengths, n_tokens: int) -> Lengths:
     """Cut lengths beyond the whole text, which changes no result, so that the cache is no longer than it."""
-    return lengths._replace(mem_len=min(lengths.mem_len, n_tokens), tgt_len=min(lengths.tgt_len, n_tokens))
+    lengths = lengths._replace(tgt_len=min(lengths.tgt_len, n_tokens))
+    if lengths.n_rows_at_start:
+        return lengths
+    return lengths._replace(mem_len=min(lengths.mem_len, n_tokens))
 
 
 def _too_large(model: TransformerXL, lengths: Lengths, n_samples: int) -> str:
