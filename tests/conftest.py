@@ -1,15 +1,25 @@
 """What holds for every test: fixed seeds, one thread, no network, a folder of its own, no lucky memory."""
 
+import functools
+import inspect
+import itertools
+import os
 import random
+import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_numbers = itertools.count()
 
 # The suite that must always pass draws the same examples every time; `make test-long` draws new ones.
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
@@ -20,6 +30,35 @@ settings.load_profile("fixed")
 # before `_no_lucky_memory` replaces some.
 with torch.device("meta"):
     torch.empty(0)
+
+
+def _check_shapes(*, typechecker: Callable[[Function], Function]) -> Callable[[Function], Function]:
+    """Check the types and shapes of a function's parameters and of its result, at every call.
+
+    Stands in for `jaxtyping.jaxtyped` in the modules that `pyproject.toml` names, where that takes more than
+    half of the time of a test: it checks the parameters twice and binds them by name for its messages. What
+    it gives is a scope for the sizes of the axes, and a function without tensors needs none.
+    """
+
+    def check(function: Function) -> Function:
+        if not inspect.isfunction(function):
+            return _jaxtyped(function, typechecker=typechecker)
+        checked = typechecker(function)
+        if "Tensor" not in str(inspect.get_annotations(function)):
+            return checked
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with _axis_sizes:
+                return checked(*args, **kwargs)
+
+        return call
+
+    return check
+
+
+_jaxtyped, _axis_sizes = jaxtyping.jaxtyped, jaxtyping.jaxtyped("context")
+jaxtyping.jaxtyped = _check_shapes
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -39,10 +78,27 @@ def _fixed_seeds() -> None:
     random.seed(0)
 
 
+@pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Make a fresh folder. pytest's own looks through those of all earlier tests for a number."""
+    name = re.sub(r"\W+", "_", request.node.name)[:30]
+    folder = tmp_path_factory.getbasetemp() / f"{next(_numbers)}_{name}"
+    folder.mkdir()
+    return folder
+
+
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run in a fresh folder, so that `runs/` and other relative names end up there."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_waiting_for_the_disk() -> Iterator[None]:
+    """Flush files no further than to the system: what a power failure leaves, no test can see."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # Each noun may import only those before it. A folder is one noun.
 ORDER = [
     *("config", "files", "tokenizer", "sources", "data"),
-    *("device", "attention", "positions", "adaptive", "model"),
-    *("run", "checkpoint"),
+    *("device", "attention", "single", "positions", "adaptive", "model"),
+    *("run", "checkpoint", "convert"),
     *("evaluate", "generate", "plan", "train", "bench", "api"),
     *("report", "cli"),
 ]
@@ -37,6 +37,7 @@ CONFINED = {
     "yaml": {"config"},
     "safetensors": {"checkpoint"},
     "sentencepiece": {"tokenizer"},
+    "sacremoses": {"tokenizer"},
     "typer": {"cli"},
     "click": {"cli"},
     "rich": {"report", "cli"},
@@ -120,6 +121,7 @@ def test_third_party_packages_stay_where_they_belong() -> None:
             assert noun(path) in CONFINED[package], f"{path} imports {package}"
         at_import = third_party(path, only_at_import=True)
         assert "sentencepiece" not in at_import, f"{path} loads sentencepiece before it is needed"
+        assert "sacremoses" not in at_import, f"{path} loads sacremoses, maybe absent"
         assert "triton" not in at_import or path.stem == "kernels", f"{path} loads triton, maybe absent"
         assert noun(path) not in WITHOUT_TORCH or "torch" not in at_import, f"{path} loads torch"
 

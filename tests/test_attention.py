@@ -15,10 +15,19 @@ from txlcli.attention import (
     blocks,
     choice,
     choose_backend,
+    fall_back,
     project,
     relative_attention,
+    skew,
     unalign,
 )
+
+
+@pytest.fixture(autouse=True)
+def _skew_works_itself(monkeypatch):
+    """Let skew hand nothing over: sizes here are so small that else the eager form would be tested."""
+    monkeypatch.setattr(skew, "EAGER_BYTES", 0)
+
 
 SIZES = [(1, 0), (1, 5), (5, 0), (7, 3), (3, 7), (4, 4)]  # T, M
 
@@ -238,6 +247,37 @@ def test_fast_forms_neither_write_their_inputs_nor_read_what_is_unset(backend, f
     assert all(torch.equal(a, b) for a, b in zip(before, inputs, strict=True))
 
 
+@all_forms
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_skew_hands_small_work_to_the_eager_form(monkeypatch, form, dtype):
+    n_bytes = 2 * 33 * 53 * dtype.itemsize  # scores of a head: 2 streams, 33 queries, 53 keys
+    inputs = draw(33, 20, d_head=8, dtype=dtype, grad=True)
+    gradient = torch.randn_like(inputs[0])
+    eager = results(relative_attention, form, inputs, None, gradient)
+    for limit, is_eager in ((n_bytes + 1, True), (n_bytes, False)):
+        monkeypatch.setattr(skew, "EAGER_BYTES", limit)
+        found = results(skew.skewed_attention, form, inputs, None, gradient)
+        assert all(torch.equal(a, b) for a, b in zip(found, eager, strict=True)) == is_eager
+    with torch.no_grad():
+        q, k, v, r, u, w = inputs
+        monkeypatch.setattr(skew, "EAGER_BYTES", n_bytes + 1)
+        found = skew.skewed_attention(q, k, v, FORMS[form](r, u, w))
+        # The kernel behind sdpa is faster at any size, but takes no rows for the values.
+        assert torch.equal(found, eager[0]) or form != "shaw"
+
+
+def test_the_type_of_autocast_decides_what_is_small_work(monkeypatch):
+    q, k, v, r, u, w = draw(5, 3, dtype=torch.float32, grad=True)
+    monkeypatch.setattr(skew, "EAGER_BYTES", 2 * 5 * 8 * torch.float32.itemsize)
+    used = []
+    monkeypatch.setattr(skew, "relative_attention", lambda q, *_, **__: used.append("eager") or q)
+    monkeypatch.setattr(skew._Skewed, "apply", lambda q, *_: used.append("skew") or q)
+    for is_half in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_half):
+            skew.skewed_attention(q, k, v, RelativeBias(r, u, w))
+    assert used == ["skew", "eager"]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 700), st.integers(0, 50))
 def test_blocks_hold_every_query_once_and_its_keys(n_queries, n_memory):
@@ -306,6 +346,18 @@ def test_a_backend_without_rows_for_values_gives_way(monkeypatch):
     choice = choose_backend("plain", Demands(has_values=True))
     assert choice.name == choose_backend("auto").name
     assert choice.reason == "no values"
+
+
+def test_a_fall_back_says_what_is_used_instead_and_why(monkeypatch):
+    def refuses(demands):
+        return "fast has no attention dropout" if demands.dropout else None
+
+    monkeypatch.setitem(BACKENDS, "fast", Backend(relative_attention, refuses))
+    monkeypatch.setitem(choice.BY_DEVICE, "cpu", ("fast",))
+    for name in ("auto", "fast"):
+        assert fall_back(name, Demands()) is None
+        assert fall_back(name, Demands(dropout=0.1)) == "fast has no attention dropout, using eager"
+    assert fall_back("eager", Demands(dropout=0.1)) is None
 
 
 def test_auto_says_why_it_passed_over_a_faster_backend(monkeypatch):

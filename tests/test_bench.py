@@ -3,6 +3,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,9 +34,10 @@ from txlcli.bench.subject import Subject
 from txlcli.bench.works import bare_model, draw_tokens
 from txlcli.cli import bench as bench_command
 from txlcli.cli import main
-from txlcli.config import Config, ModelConfig
+from txlcli.config import Config, MachineConfig, ModelConfig
+from txlcli.evaluate.streams import StepSize as StreamSize
 from txlcli.model import Lengths, Memory, TransformerXL
-from txlcli.report import Screen, bench_table, comparison_table
+from txlcli.report import Screen, bench_table, column_names, comparison_table
 
 N_VOCAB = 23
 SIZES = {"n_layer": 2, "d_model": 8, "n_head": 2, "d_head": 5, "d_inner": 12, "tgt_len": 6, "mem_len": 9}
@@ -67,8 +69,9 @@ def _in_a_hurry(monkeypatch):
     """
     monkeypatch.setattr(clock_module, "_LIMIT_SIZES", {"cpu": (32,)})
     monkeypatch.setattr(clock_module, "_LIMIT_S", 0.0)
-    monkeypatch.setattr(agreement_module, "N_DRAW", 1)
-    for name in set(BACKENDS) - {"eager"}:
+    monkeypatch.setattr(agreement_module, "N_STREAM", 2)
+    # Backwards, since what is undone last comes last in the table again.
+    for name in [name for name in reversed(BACKENDS) if name != "eager"]:
         monkeypatch.delitem(BACKENDS, name)
     monkeypatch.setitem(BACKENDS, "twin", Backend(relative_attention, lambda demands: None))
     monkeypatch.setitem(BY_DEVICE, "cpu", ("twin",))
@@ -141,7 +144,7 @@ def test_flops_of_inference_are_those_that_torch_sees(settings):
 @pytest.mark.parametrize("settings", SCHEMES.values(), ids=SCHEMES)
 def test_flops_of_attention_are_those_that_torch_sees(settings):
     model_config, model, *_ = draw_step(settings, 0)
-    reference = Reference(model, model.lengths, "fp32", torch.Generator())
+    reference = Reference(model, model.lengths, 2, "fp32", torch.Generator())
     q, k, v, bias, first, gradient = reference.draws[0]
     leaves = [leaf.requires_grad_() for leaf in reference.draws[0].leaves().values()]
     size = StepSize(2, 6, 9, 6 * 15, (), ())
@@ -280,7 +283,7 @@ def found_errors(attend, precision="fp32", **settings):
     model = TransformerXL(ModelConfig(**{**SIZES, **settings}), 1).eval()
     generator, found = torch.Generator().manual_seed(0), None
     for lengths in agreement_cases(model.lengths):
-        found = worse(found, Reference(model, lengths, precision, generator).errors(attend))
+        found = worse(found, Reference(model, lengths, 2, precision, generator).errors(attend))
     return found
 
 
@@ -381,7 +384,7 @@ def test_a_form_that_refuses_is_listed_with_its_reason(monkeypatch):
     report = measured(subject(), kinds=("attention",))
     shy = next(compared for compared in report.comparisons if compared.attention == "shy")
     assert (shy.agrees, shy.reason, shy.tokens_per_s_mean) == (None, "it does not want to", None)
-    with pytest.raises(UserError, match=r"^--attention: cannot run this model; got `shy`; it does not want"):
+    with pytest.raises(UserError, match=r"^--attention: cannot run here; got `shy`; it does not want"):
         measured(subject(), attention="shy")
 
 
@@ -408,8 +411,79 @@ def test_memory_that_runs_out_is_told_in_one_line(monkeypatch):
         raise torch.OutOfMemoryError("out")
 
     monkeypatch.setattr(TransformerXL, "extend", run_out)
-    with pytest.raises(UserError, match=r"^cpu: out of memory; lower --batch-size"):
-        measured(subject(), kinds=("scoring",))
+    many = "lower --batch-size, --tgt-len or --mem-len, or leave kinds of work out with --only"
+    for kinds, remedy in (
+        (("generation",), "lower --tgt-len or --mem-len"),
+        (("scoring",), "lower --batch-size, --tgt-len or --mem-len"),
+        (("scoring", "generation"), many),
+    ):
+        with pytest.raises(UserError) as caught:
+            measured(subject(), kinds=kinds)
+        assert str(caught.value) == f"cpu: out of memory; {remedy}"
+
+
+@pytest.mark.usefixtures("_in_a_hurry")
+@pytest.mark.skipif(PeakMemory(torch.device("cpu")).read() is None, reason="the system does not tell")
+def test_what_is_set_up_once_is_no_memory_of_the_work_that_comes_first(monkeypatch):
+    kept = []
+
+    def attend(q, k, v, bias=None, *, first=None, dropout=0.0):
+        name = "backward" if torch.is_grad_enabled() else "forward"
+        if name not in [known for known, _ in kept]:
+            kept.append((name, torch.ones(1 << 24)))  # 64 MiB
+        return relative_attention(q, k, v, bias, first=first)
+
+    monkeypatch.setitem(BACKENDS, "twin", Backend(attend, lambda demands: None))
+    report = measured(subject(), kinds=("attention",))
+    assert [name for name, _ in kept] == ["forward", "backward"]
+    for row in report.rows:
+        assert row.peak_memory_bytes < 32 << 20
+        assert row.eager_peak_memory_bytes < 32 << 20
+
+
+@pytest.mark.usefixtures("_in_a_hurry")
+def test_streams_that_are_asked_for_are_scored_or_it_is_said(monkeypatch):
+    report = measured(subject(), kinds=("scoring",), n_stream=150)
+    assert report.rows[0].n_stream == 150  # more than any evaluation takes
+    assert report.notices == ()
+    report = measured(subject(), kinds=("scoring",), n_stream=1)
+    assert report.rows[0].n_stream == 1
+    monkeypatch.setattr(StreamSize, "fit", lambda self, n_stream: min(n_stream, 7))
+    report = measured(subject(), kinds=("scoring",), n_stream=150)
+    assert report.rows[0].n_stream == 7
+    assert report.notices == ("scoring: 150 streams asked for, 7 fit into memory",)
+
+
+@pytest.mark.usefixtures("_in_a_hurry")
+def test_forms_are_compared_at_the_streams_of_training(monkeypatch):
+    seen = []
+
+    def attend(q, k, v, bias=None, *, first=None, dropout=0.0):
+        seen.append(len(q))
+        return relative_attention(q, k, v, bias, first=first)
+
+    monkeypatch.setitem(BACKENDS, "twin", Backend(attend, lambda demands: None))
+    of = subject()
+    optim = dataclasses.replace(of.config.optim, batch_size=60, accumulate=2)
+    measured(
+        dataclasses.replace(of, config=dataclasses.replace(of.config, optim=optim)), kinds=("attention",)
+    )
+    assert set(seen) == {30}
+
+
+@pytest.mark.usefixtures("_in_a_hurry")
+def test_a_form_of_the_settings_that_cannot_run_is_told_once(monkeypatch):
+    monkeypatch.setitem(BACKENDS, "shy", Backend(relative_attention, lambda demands: "shy does not want to"))
+    of = subject()
+    of = dataclasses.replace(
+        of, config=dataclasses.replace(of.config, machine=MachineConfig(attention="triton"))
+    )
+    monkeypatch.setitem(
+        BACKENDS, "triton", Backend(relative_attention, lambda _: "triton needs another machine")
+    )
+    report = measured(of)
+    assert report.notices == ("attention: triton needs another machine, using twin",)
+    assert measured(of, kinds=("scoring",), attention="eager").notices == ()
 
 
 @pytest.mark.parametrize(
@@ -427,6 +501,16 @@ def test_vocabulary_of_a_preset(tmp_path, data, model, n_vocab, expected):
     path.write_text(f"data: {{{data}}}\nmodel: {{n_layer: 1, d_model: 8, n_head: 2, {model}}}\n")
     found = preset_subject("a.yaml", config.read_settings(path), n_vocab)
     assert (found.n_vocab, found.is_assumed) == expected
+
+
+@pytest.mark.parametrize("name", ["wt103-base", "wt103-large", "lm1b-base"])
+def test_presets_assume_their_published_vocabularies(name):
+    path = config.find_preset(name)
+    for given in (name, str(path)):
+        found = preset_subject(given, config.read_settings(path), None)
+        assert f"the published vocabulary of {found.n_vocab:,}" in path.read_text()
+        assert found.is_assumed == name.startswith("wt103")
+        assert preset_subject(given, config.read_settings(path), 900_000).n_vocab == 900_000
 
 
 def test_a_bare_model_has_the_attention_of_its_model():
@@ -472,7 +556,7 @@ def trained(tmp_path_factory):
     (folder / "text.txt").write_text("the quick brown fox jumps over lazy dogs.\n" * 30)
     torch.set_num_threads(1)
     sizes = "--d-model 8 --n-layer 1 --n-head 2 --tgt-len 8 --mem-len 8 --batch-size 4 --tokenizer char"
-    line = f"train {folder}/text.txt --steps 2 --device cpu --out {folder}/runs/a {sizes}"
+    line = f"train {folder}/text.txt --steps 2 --device cpu --attention eager --out {folder}/runs/a {sizes}"
     result = CliRunner().invoke(main, line.split())
     assert result.exit_code == 0, result.stderr
     return folder / "runs" / "a"
@@ -535,15 +619,56 @@ def test_the_latest_run_is_taken_and_sizes_are_plain_parameters(trained, monkeyp
 def test_tables_of_a_preset_say_what_they_rest_on(preset):
     result = run("-c", preset, *QUICK)
     assert result.stderr.count("repetitions") == 5
+    told = " ".join(result.stdout.split())
     for text in ("fresh weights", "vocabulary 256", "without warm-up", "ratio of median speeds", "GFLOP/s"):
-        assert text in result.stdout
-    assert "assumed" not in result.stdout
+        assert text in told
+    assert "assumed" not in told
+    assert "deterministic" not in told
     preset.write_text(PRESET.replace("byte", "char"))
     assert "vocabulary 352 (assumed; --vocab-size N)" in run("-c", preset, *QUICK).stdout
     only = run("-c", preset, *QUICK, "--vocab-size", 40, "--only", "generation", "--quiet")
     assert "vocabulary 40\n" in only.stdout
     assert "training" not in only.stdout
     assert only.stderr == ""
+    once = ["--only", "scoring", "--deterministic"]
+    assert "attention twin · deterministic" in " ".join(run("-c", preset, *QUICK, *once).stdout.split())
+    assert json.loads(run("-c", preset, *QUICK, *once, "--json").stdout)["deterministic"] is True
+
+
+@pytest.mark.usefixtures("_in_a_hurry")
+def test_settings_of_a_run_have_its_vocabulary(trained, tmp_path):
+    quick = [*QUICK, "--only", "generation", "--json"]
+    assert json.loads(run("-c", trained / "config.yaml", *quick).stdout)["n_vocab"] == 256 + 29
+    assert (
+        json.loads(run("-c", trained / "config.yaml", *quick, "--vocab-size", 300).stdout)["n_vocab"] == 300
+    )
+    (tmp_path / "config.yaml").write_text(PRESET.replace("byte", "char"))
+    assert json.loads(run("-c", tmp_path / "config.yaml", *quick).stdout)["n_vocab"] == 352
+
+
+@pytest.mark.parametrize("is_asked_for", [False, True])
+@pytest.mark.parametrize("line", ["bench --only scoring", "eval --json", "generate --max-tokens 2"])
+def test_attention_of_another_machine_is_told_once_by_every_command(trained, tmp_path, line, is_asked_for):
+    shutil.copytree(trained, tmp_path / "run")
+    path = tmp_path / "run" / "config.yaml"
+    assert "attention: eager" in path.read_text()
+    path.write_text(path.read_text().replace("attention: eager", "attention: triton"))
+    quick = QUICK if line.startswith("bench") else QUICK[:2]
+    asked = ["--attention", "eager"] if is_asked_for else []
+    result = CliRunner().invoke(main, [*line.split(), "--run", str(path.parent), *quick, *asked])
+    assert result.exit_code == 0, result.stderr
+    told = "attention: triton needs a CUDA device, using skew"
+    assert " ".join((result.stdout + result.stderr).split()).count(told) == (not is_asked_for)
+
+
+@pytest.mark.parametrize("line", ["bench", "eval", "generate", "config", "train --steps 3"])
+def test_an_empty_name_of_a_run_is_refused(line):
+    flag = "--resume" if line.startswith("train") else "--run"
+    result = CliRunner().invoke(main, [*line.split(), flag, ""])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    expected = "error: run: its name is empty; give its folder; `txl runs` lists those under runs/\n"
+    assert result.stderr == expected
 
 
 @pytest.mark.usefixtures("_in_a_hurry")
@@ -599,9 +724,22 @@ def test_facts_written_twice_are_the_same():
     assert bench_command._LEAST_REPEATS == clock_module.LEAST_REPEATS
 
 
+def test_a_legend_explains_the_columns_that_are_shown():
+    report, of = measured_by_hand("eager"), subject()
+    texts = []
+    for width in (200, 60):
+        names = column_names(bench_table(report.rows, width))
+        rows = bench_command._facts(of, report, names)
+        texts.append(" ".join(f"{name} {text}" for name, text in rows))
+    assert all(text in texts[0] for text in ("then eager's", "standard deviation", "matmul limit"))
+    assert not any(text in texts[1] for text in ("then eager's", "standard deviation", "matmul limit"))
+    assert "mean of 3 repetitions" in texts[1]
+
+
 @pytest.mark.parametrize("width", [100, 80])
-def test_tables_fit_the_window(width):
-    report = measured_by_hand(*(["eager"] if width == 100 else []))
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_tables_fit_the_window(width, is_mixed):
+    report = measured_by_hand(*(["eager"] if is_mixed else []))
     screen = dataclasses.replace(Screen.of(sys.stdout), width=width, is_unicode=True)
     for table in (bench_table(report.rows, width), comparison_table(report.comparisons)):
         lines = screen.render(table).splitlines()
@@ -647,6 +785,7 @@ def measured_by_hand(*names):
         comparisons=tuple(comparisons),
         matmul_limits={"bf16": 1e15},
         environment={"processor": "x", "torch": "2", "threads": 1},
+        is_deterministic=False,
         notices=(),
     )
 

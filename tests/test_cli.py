@@ -104,6 +104,7 @@ FLAGS = {
         "--echo/--no-echo": True,
         "--run": None,
         "--checkpoint": "best",
+        "--moses": False,
         "--json": False,
         "--logprobs": False,
         "--quiet": False,
@@ -126,6 +127,7 @@ FLAGS = {
         "--checkpoint": "best",
         "--split": None,
         "--encoding": None,
+        "--moses": False,
         "--by-line": False,
         "--per-token": None,
         "--sliding-window": False,
@@ -139,6 +141,7 @@ FLAGS = {
         "--batch-size": None,
         **SHARED_MACHINE,
     },
+    "convert": {"SOURCE": None, "--out/-o": None, "--vocab": None, "--json": False, "--quiet": False},
     "bench": {
         "--run": None,
         "--config/-c": None,
@@ -818,8 +821,10 @@ def test_eval_shows_the_sliding_window_below_its_table(trained, text):
     result = evaluate(trained, text, "--sliding-window", "--window-tokens", 50, "--mem-len", "8, 32,8")
     lines = [line.split() for line in result.stdout.splitlines()]
     assert [line[:2] for line in lines[10:13]] == [["8", "16"], ["32", "40"], ["8", "16"]]
-    assert "sample    50 tokens, one drawn from each of as many equal stretches" in result.stdout
-    assert "ideal     w (C + a w/2) / (C + a w)" in result.stdout
+    told = " ".join(result.stdout.split())
+    assert "sample 50 tokens, one drawn from each of as many equal stretches" in told
+    assert "ideal w (C + a w/2) / (C + a w)" in told
+    assert "side by side windows and streams in a step" in told
     assert "sliding window beside mem_len 32: trying batch sizes" in result.stderr
     assert "sliding window beside mem_len 32: 50 tokens" in result.stderr
 

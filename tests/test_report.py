@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import json
 import math
@@ -9,11 +10,18 @@ from hypothesis import strategies as st
 
 from txlcli import config, report, train
 from txlcli.config import Sourced
-from txlcli.evaluate import Score
+from txlcli.evaluate import Score, WindowScore
 from txlcli.model import Lengths
 from txlcli.report import Screen, Stages, Training
 from txlcli.report.screen import facts_table
-from txlcli.report.tables import eval_table, presets_table, runs_table, settings_table
+from txlcli.report.tables import (
+    column_names,
+    eval_table,
+    presets_table,
+    runs_table,
+    settings_table,
+    window_table,
+)
 from txlcli.run import Run, RunSummary
 
 
@@ -477,21 +485,112 @@ def test_eval_table_fits_a_narrow_window_and_leaves_out_what_nobody_knows():
     assert "/byte" not in stream.text
 
 
-def test_runs_table():
-    run = RunSummary(
-        run=Run(Path("runs/[a]")),
-        config=config.build({}),
-        tokenizer="char",
-        n_vocab=1321,
-        step=None,
-        steps=3000,
-        best_step=None,
-        best_nll=None,
-        best_bits_per_byte=None,
-        n_bytes=3_600_000,
-    )
+def run_summary(**changes):
+    values = {
+        "run": Run(Path("runs/[a]")),
+        "config": config.build({}),
+        "tokenizer": "char",
+        "n_vocab": 1321,
+        "step": None,
+        "steps": 3000,
+        "best_step": None,
+        "best_nll": None,
+        "best_bits_per_byte": None,
+        "n_bytes": 3_600_000,
+    }
+    return RunSummary(**(values | changes))
+
+
+WIDE_SCORE = score(
+    lengths=Lengths(1024, 4096),
+    tokens=12_345_678,
+    total_nll=7e7,
+    n_bytes=20_000_000,
+    n_characters=19_000_000,
+    n_words=3_000_000,
+    context_min=4097,
+    context_max=5120,
+    receptive_field=123_456,
+    is_beyond_training=True,
+    elapsed_s=12.0,
+)
+WIDE_WINDOW = WindowScore(
+    lengths=Lengths(1024, 4096),
+    attention_length=5120,
+    tokens=1000,
+    nll=3.21,
+    nll_with_memory=3.22,
+    nll_difference_se=0.0123,
+    token_s=1 / 1234.5,
+    token_s_with_memory=1 / 1_234_567,
+    ideal_ratio=1234.5,
+    batch_size=16,
+    batch_size_with_memory=64,
+)
+WIDE_RUN = run_summary(
+    run=Run(Path("runs/the-old-man-and-the-sea")),
+    config=config.build(config.from_flags({"position": "sinusoid"})),
+    tokenizer="sentencepiece",
+    n_vocab=8192,
+    step=123_456,
+    steps=123_456,
+    best_step=120_000,
+    best_nll=3.2109,
+    best_bits_per_byte=1.2345,
+)
+
+
+@pytest.mark.parametrize("width", [200, 100, 80])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda width: eval_table([WIDE_SCORE], [4096], width),
+        lambda width: window_table([WIDE_WINDOW], [4096], width),
+        lambda width: runs_table([WIDE_RUN], width),
+    ],
+    ids=["eval", "window", "runs"],
+)
+def test_tables_fit_a_window_with_every_word_whole(make, width):
+    table, widest = make(width), make(200)
+    lines = dataclasses.replace(Screen.of(Stream()), width=width).render(table).splitlines()
+    assert all(len(line) <= width for line in lines)
+    *header, rule, row = lines
+    assert len(header) <= 2
+    assert set(rule) <= set("─ ")
+    cells = {str(column.header): [str(cell) for cell in column.cells] for column in widest.columns}
+    for column in table.columns:
+        (cell,) = cells[str(column.header)]
+        assert cell in row
+    names = column_names(table)
+    assert not any("\n" in name for name in names)
+    assert len(names) < len(widest.columns) or width > 80
+
+
+def test_a_legend_is_as_wide_as_the_window_and_breaks_no_word(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    path = "a/" + "very-long-name/" * 9 + "text.txt"
+    rows = [("text", f"{path} · 1 byte"), ("", "well-known words of some length, " * 9), ("note", "a\nb")]
     stream = Stream()
-    Screen.of(stream).draw(runs_table([run]))
+    Screen.of(stream).explain(rows)
+    lines = stream.text.splitlines()
+    assert all(len(line) <= 100 for line in lines if path not in line)
+    assert max(map(len, lines[1:])) > 80
+    assert sum(path in line for line in lines) == 1
+    assert {word for line in lines for word in line.split()} == {
+        word for row in rows for text in row for word in text.split()
+    }
+    assert lines[-2:] == ["note  a", "      b"]
+    stream = Stream(is_terminal=True)
+    Screen.of(stream).explain(rows[1:])
+    lines = stream.text.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert "well-known" in stream.text
+
+
+def test_runs_table():
+    run = run_summary()
+    stream = Stream()
+    Screen.of(stream).draw(runs_table([run], 200))
     assert stream.text.splitlines()[0].split("  ")[0] == "run"
     row = " ".join(stream.text.splitlines()[2].split())
     assert row == "runs/[a] 4 × 160 char 1,321 –/3,000 – – – 3.6 MB"

@@ -698,9 +698,9 @@ WRONG_JSON = [
     *(
         (b'{"kind": "word", "newlines": "eos", "tokens": ' + tokens + b"}\n", reason)
         for tokens, reason in (
-            (b"[]", "expected `tokens` to begin with <eos> and to hold <unk>"),
-            (b'["<unk>", "<eos>"]', "expected `tokens` to begin with <eos> and to hold <unk>"),
-            (b'["<eos>", "a"]', "expected `tokens` to begin with <eos> and to hold <unk>"),
+            (b"[]", "expected `tokens` to hold a token for newlines and one for unknown words"),
+            (b'["<unk>", "a"]', "expected `tokens` to hold a token for newlines and one for unknown words"),
+            (b'["<eos>", "a"]', "expected `tokens` to hold a token for newlines and one for unknown words"),
             (b'["<eos>", "<unk>", "<eos>"]', "got a repeated string in `tokens`"),
             (b'["<eos>", "<unk>", ""]', "got a token that is empty or holds white space"),
             (b'["<eos>", "<unk>", "a\\u3000b"]', "got a token that is empty or holds white space"),

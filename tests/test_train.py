@@ -23,7 +23,8 @@ from torch import Tensor
 from tests.tolerance import assert_same
 from txlcli import UserError, plan
 from txlcli.api import load
-from txlcli.attention import BackendChoice, Demands, relative_attention
+from txlcli.attention import BACKENDS, Backend, Demands, relative_attention
+from txlcli.attention.choice import BY_DEVICE
 from txlcli.config import FLAG, Config, ModelConfig, OptimConfig, Sourced, from_flags
 from txlcli.data import Batches, open_split
 from txlcli.model import TransformerXL
@@ -49,7 +50,6 @@ from txlcli.train import (
     evaluating,
     learning_rate,
     loop,
-    preparing,
     train,
 )
 from txlcli.train.optim import build_optimizers, is_hidden_matrix, set_learning_rate
@@ -585,7 +585,7 @@ def test_an_overrun_is_said_once(tmp_path: Path) -> None:
     late = Budget(time.monotonic() - 100, 60)
     notices = [event.text for event in of_kind(list(train(ready.run, ready.config, budget=late)), Notice)]
     assert len(notices) == 1
-    assert notices[0].startswith("more than 10 % over the 1 minutes asked for, at step 1 of 12;")
+    assert notices[0].startswith("more than 10 % over the 1 minute asked for, at step 1 of 12;")
 
 
 def test_the_machine_is_left_as_it_was(tmp_path: Path) -> None:
@@ -1055,12 +1055,11 @@ def test_words_in_clusters_train_in_half_precision(tmp_path: Path, mem_len: int)
 def no_value_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose best attention, `fast`, takes no rows of distances for the values."""
 
-    def choose(name: str, demands: Demands) -> BackendChoice:
-        if name == "eager" or demands.has_values:
-            return BackendChoice("eager", relative_attention, f"{name} takes no rows for the values")
-        return BackendChoice("fast", relative_attention, "the fastest here")
+    def refuses(demands: Demands) -> str | None:
+        return "fast takes no rows for the values" if demands.has_values else None
 
-    monkeypatch.setattr(preparing, "choose_backend", choose)
+    monkeypatch.setitem(BACKENDS, "fast", Backend(relative_attention, refuses))
+    monkeypatch.setitem(BY_DEVICE, "cpu", ("fast",))
 
 
 @pytest.mark.usefixtures("no_value_rows")
@@ -1069,10 +1068,10 @@ def test_a_fall_back_of_attention_is_told_once_with_its_reason(tmp_path: Path) -
     flags = {**TINY, "corpus": (str(corpus),), "position": "shaw"}
     events = list(begin(from_flags(flags), out=tmp_path / "run"))
     told = [event.text for event in of_kind(events, Notice) if "attention" in event.text]
-    assert told == ["attention: auto takes no rows for the values, using eager"]
+    assert told == ["attention: fast takes no rows for the values, using eager"]
     (planned,) = of_kind(events, Planned)
     assert (planned.summary.attention, events[-1].config.machine.attention) == ("eager", "eager")
-    assert events[-1].origins["attention"] == "plan: auto takes no rows for the values, using eager"
+    assert events[-1].origins["attention"] == "plan: fast takes no rows for the values, using eager"
     for unaffected in ({"shaw_values": False}, {"attention": "eager"}):
         events = list(
             begin(from_flags({**flags, "steps": 1, "attention": "eager", **unaffected}), dry_run=True)
@@ -1086,7 +1085,7 @@ def test_attention_named_on_the_command_line_is_refused_and_in_a_file_replaced()
     with pytest.raises(UserError) as error:
         choose_attention(scheme | {"attention": Sourced("fast", FLAG)})
     assert str(error.value) == (
-        "--attention: cannot run this model; got `fast`; fast takes no rows for the values; leave it out, "
+        "--attention: cannot run here; got `fast`; fast takes no rows for the values; leave it out, "
         "or give eager"
     )
     told = "fast takes no rows for the values, using eager"

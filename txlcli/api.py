@@ -19,17 +19,26 @@ from typing import Any, Literal
 import torch
 
 from txlcli import UserError
-from txlcli.attention import cannot_run, choose_backend
+from txlcli.attention import Demands, cannot_run, choose_backend, fall_back
 from txlcli.checkpoint import load_model
 from txlcli.config import Config, check, leaf
 from txlcli.data import Counts, Split, TokenStore, encode_text, open_counts, open_split, read_store_info
 from txlcli.device import Precision, choose_device, choose_precision, repeat_exactly
 from txlcli.evaluate import Score, evaluate, final_score
-from txlcli.generate import Event, GeneratedText, Prompt, SamplingOptions, encode_prompt, generate, to_bytes
+from txlcli.generate import (
+    Event,
+    GeneratedText,
+    Prompt,
+    SamplingOptions,
+    encode_prompt,
+    generate,
+    joined,
+    to_bytes,
+)
 from txlcli.model import Lengths, TransformerXL
-from txlcli.run import Run, latest_run, open_run
+from txlcli.run import Run, latest_run, open_run, read_conversion
 from txlcli.sources import find_corpus
-from txlcli.tokenizer import Tokenizer
+from txlcli.tokenizer import CorpusWordTokenizer, MosesTokenizer, Tokenizer, refuse_missing_moses
 
 
 @dataclass(frozen=True)
@@ -41,10 +50,11 @@ class LanguageModel:
         step: The step of its checkpoint.
         config: The run's settings.
         model: The network, in evaluation mode.
-        tokenizer: Text to ids and back.
+        tokenizer: Text to ids and back; with `moses`, raw text.
         start_id: The token that an empty prompt starts from.
         device: Where the network lies.
         precision: What was asked for: `auto`, `fp32`, `bf16` or `fp16`.
+        notices: What is otherwise here than where the run was trained.
     """
 
     run: Run
@@ -55,6 +65,7 @@ class LanguageModel:
     start_id: int
     device: torch.device
     precision: str = "auto"
+    notices: tuple[str, ...] = ()
 
     # Generating
 
@@ -114,9 +125,12 @@ class LanguageModel:
     def stream(self, prompt: str | bytes | Prompt, options: SamplingOptions) -> Iterator[Event]:
         """Continue a text, yielding pieces as they are made and each sample when it ends."""
         read = prompt if isinstance(prompt, Prompt) else self.read_prompt(prompt)
-        return generate(
+        events = generate(
             self.model, self.tokenizer, read, options, precision=self._precision(is_generating=True)
         )
+        if isinstance(self.tokenizer, MosesTokenizer):
+            return joined(events, self.tokenizer, read.text)
+        return events
 
     def read_prompt(self, prompt: str | bytes) -> Prompt:
         """Turn a prompt into tokens; its notices name characters that the vocabulary does not have."""
@@ -250,6 +264,7 @@ def load(
     attention: str = "auto",
     threads: int | None = None,
     deterministic: bool = False,
+    moses: bool = False,
 ) -> LanguageModel:
     """Load a run.
 
@@ -261,11 +276,15 @@ def load(
         attention: Backend of the attention operation; `auto`: the fastest that runs here.
         threads: CPU threads of this process from now on; None: as they are.
         deterministic: Only operations that repeat bit for bit, in this process from now on.
+        moses: Text is raw and not split into words yet: for runs of words with newlines `eos`, whose corpus
+            was split by Moses' rules.
 
     Raises:
-        UserError: the folder is no run, its files are damaged, or this machine lacks the device, precision or
-            backend.
+        UserError: the folder is no run, its files are damaged, or this machine lacks the device, precision,
+            backend or sacremoses.
     """
+    if moses:
+        refuse_missing_moses()
     chosen = choose_device(device)
     choose_precision(precision, chosen, training=False)
     choose_backend(attention)
@@ -275,16 +294,32 @@ def load(
         repeat_exactly()
     run = latest_run() if path is None else open_run(path)
     loaded = load_model(run, str(checkpoint), chosen)
+    conversion = read_conversion(run)
+    tokenizer = _of_raw_text(loaded.tokenizer, run) if moses else loaded.tokenizer
     choice = loaded.model.use_attention(attention)
     if attention not in ("auto", choice.name):
         raise cannot_run(attention, choice)
+    told = None
+    if attention == "auto":
+        demands = Demands(chosen, loaded.model.d_head, has_values=loaded.model.has_value_rows)
+        told = fall_back(loaded.config.machine.attention, demands) or fall_back("auto", demands)
     return LanguageModel(
         run=run,
         step=loaded.step,
         config=loaded.config,
         model=loaded.model,
-        tokenizer=loaded.tokenizer,
-        start_id=read_store_info(run.folder).start_id,
+        tokenizer=tokenizer,
+        start_id=read_store_info(run.folder).start_id if conversion is None else conversion.start_id,
         device=chosen,
         precision=precision,
+        notices=() if told is None else (f"attention: {told}",),
     )
+
+
+def _of_raw_text(tokenizer: Tokenizer, run: Run) -> MosesTokenizer:
+    if not isinstance(tokenizer, CorpusWordTokenizer):
+        raise UserError(
+            f"--moses: goes with words that white space separates (tokenizer word, newlines eos); "
+            f"{run.folder} has tokenizer {tokenizer.kind}; leave it out"
+        )
+    return MosesTokenizer(tokenizer)

@@ -13,7 +13,8 @@ with sorted keys,
 
 so weights describe themselves. It is one key because safetensors writes several in random order. Neither
 safetensors file holds a path, a date or a duration: equal runs write equal bytes. A checkpoint's folder
-appears whole or not at all.
+appears whole or not at all. Converted weights have no training behind them that could go on, so they come
+without the state's files; where their source has no tokenizer, the description says `"tokenizer": {}`.
 
 Readers treat the files as a stranger's. Nothing is unpickled. Every size is held against the size of the file
 before anything is allocated: a model is built only if the file is large enough for its matrices and tables.
@@ -39,8 +40,8 @@ from txlcli.adaptive import Clusters
 from txlcli.config import Config, ModelConfig, SettingError, blame, build, build_section, read_settings
 from txlcli.files import folder_whole, open_regular, read_at, read_bounded
 from txlcli.model import TransformerXL, clusters_of
-from txlcli.run import Run, choose_checkpoint, dump_json, parse_json, step_of
-from txlcli.tokenizer import Tokenizer, load_tokenizer
+from txlcli.run import Run, choose_checkpoint, dump_json, load_run_tokenizer, parse_json, step_of
+from txlcli.tokenizer import Tokenizer
 
 _WEIGHTS = "model.safetensors"
 _STATE_TENSORS = "state.safetensors"
@@ -68,12 +69,10 @@ class LoadedModel:
 # Writing
 
 
-def describe_weights(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return what the weights' file says about itself."""
-    return {
-        "model": _model_settings(config),
-        "tokenizer": {**tokenizer.describe(), "fingerprint": tokenizer.fingerprint()},
-    }
+def describe_weights(config: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Return what the weights' file says about itself; None: there is no tokenizer."""
+    described = {} if tokenizer is None else {**tokenizer.describe(), "fingerprint": tokenizer.fingerprint()}
+    return {"model": _model_settings(config), "tokenizer": described}
 
 
 def save_checkpoint(
@@ -102,19 +101,41 @@ def save_checkpoint(
         NonFiniteError: a weight is not finite. Nothing is written.
         UserError: the disk refuses. Nothing is left under the checkpoint's name.
     """
-    weights = model.state_dict()
+    with _writing(run, model.state_dict(), step, metadata) as folder:
+        _write_tensors(folder / _STATE_TENSORS, tensors)
+        (folder / _STATE_VALUES).write_bytes(dump_json(values))
+    return run.checkpoint_path(step)
+
+
+def save_weights(
+    run: Run, weights: Mapping[str, Tensor], *, step: int, metadata: Mapping[str, object]
+) -> Path:
+    """Write a checkpoint without training state, which no training can go on from; else as `save_checkpoint`.
+
+    Args:
+        run: The run.
+        weights: The model's parameters by their names, float32.
+        step: The step that it counts as.
+        metadata: What `describe_weights` returns.
+    """
+    with _writing(run, weights, step, metadata):
+        return run.checkpoint_path(step)
+
+
+@contextmanager
+def _writing(
+    run: Run, weights: Mapping[str, Tensor], step: int, metadata: Mapping[str, object]
+) -> Iterator[Path]:
+    """Write weights into the folder of a checkpoint, which gets its name when the block ends well."""
     for name, tensor in weights.items():
         assert tensor.dtype is torch.float32, f"{name} is {tensor.dtype}"
         if not bool(torch.isfinite(tensor).all()):
             raise NonFiniteError(f"step {step}: `{name}` is not finite, so nothing was saved")
     run.checkpoints_folder.mkdir(exist_ok=True)
-    path = run.checkpoint_path(step)
     description = json.dumps(metadata, sort_keys=True, allow_nan=False)
-    with folder_whole(path, replace=True) as folder:
+    with folder_whole(run.checkpoint_path(step), replace=True) as folder:
         _write_tensors(folder / _WEIGHTS, weights, {_METADATA_KEY: description})
-        _write_tensors(folder / _STATE_TENSORS, tensors)
-        (folder / _STATE_VALUES).write_bytes(dump_json(values))
-    return path
+        yield folder
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -145,12 +166,12 @@ def load_model(run: Run, which: str = "best", device: str | torch.device = "cpu"
     path = choose_checkpoint(run, which)
     settings = read_settings(run.config_path)
     config = build(settings)
-    tokenizer = load_tokenizer(run.tokenizer_folder)
+    tokenizer = load_run_tokenizer(run)
     try:
         config.model.check_vocabulary(tokenizer.n_vocab)
     except SettingError as error:
         raise blame(error, settings) from None
-    with _open_tensors(path / _WEIGHTS) as file:
+    with open_tensors(path / _WEIGHTS) as file:
         described = _read_description(path / _WEIGHTS, file.metadata())
         _check_tokenizer(path, described, tokenizer, run)
         _check_settings(path, described, config.model)
@@ -169,7 +190,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
     Raises:
         UserError: the file is missing, damaged, no safetensors, or written for another model.
     """
-    with _open_tensors(path / _WEIGHTS) as file:
+    with open_tensors(path / _WEIGHTS) as file:
         _check_tensors(path / _WEIGHTS, file, model.state_dict())
         _copy_tensors(file, model)
 
@@ -183,25 +204,33 @@ def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         UserError: a file is missing, damaged or no safetensors.
     """
     values = parse_json(read_bounded(path / _STATE_VALUES, _VALUES_LIMIT_BYTES), path / _STATE_VALUES)
-    with _open_tensors(path / _STATE_TENSORS) as file:
+    with open_tensors(path / _STATE_TENSORS) as file:
         return {name: file.get_tensor(name).clone() for name in file.keys()}, values  # noqa: SIM118
-
-
-@contextmanager
-def _open_tensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file whose header fits the file; `Any` because the library has no types."""
-    _check_header(path)
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            yield file
-    except SafetensorError as error:
-        raise UserError(f"{path}: damaged; {error}; {_REMEDY}") from error
 
 
 _REMEDY = "take another step with --checkpoint STEP, or delete its folder to resume from the step before"
 
 
-def _check_header(path: Path) -> None:
+@contextmanager
+def open_tensors(path: Path, remedy: str = _REMEDY) -> Iterator[Any]:
+    """Open a safetensors file whose header fits the file; `Any` because the library has no types.
+
+    Args:
+        path: The file, also one that txl did not write.
+        remedy: What to do where it is damaged.
+
+    Raises:
+        UserError: it is missing, damaged or no safetensors; also while it is open.
+    """
+    _check_header(path, remedy)
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except SafetensorError as error:
+        raise UserError(f"{path}: damaged; {error}; {remedy}") from error
+
+
+def _check_header(path: Path, remedy: str) -> None:
     """Tell a cut or foreign file by its first bytes, before any reader acts on the length it claims."""
     fd = open_regular(path)
     try:
@@ -209,10 +238,10 @@ def _check_header(path: Path) -> None:
     finally:
         os.close(fd)
     if start[:4] == b"PK\x03\x04" or (start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05"):
-        raise UserError(f"{path}: a pickle or archive, not safetensors; txl never opens those; {_REMEDY}")
+        raise UserError(f"{path}: a pickle or archive, not safetensors; txl never opens those; {remedy}")
     length = int.from_bytes(start, "little")
     if len(start) < 8 or length > size - 8:
-        raise UserError(f"{path}: cut short or not safetensors; got {size:,} bytes; {_REMEDY}")
+        raise UserError(f"{path}: cut short or not safetensors; got {size:,} bytes; {remedy}")
     if length > _HEADER_LIMIT_BYTES:
         raise UserError(f"{path}: its header is too large; got {length:,} bytes; not a file of txl")
 
@@ -254,6 +283,15 @@ def _check_size(path: Path, config: ModelConfig, n_vocab: int) -> None:
 
     Building it on torch's meta device would check every shape first, but loads a second's worth of modules.
     """
+    least, size = 4 * least_numbers(config, n_vocab), path.stat().st_size
+    if size < least:
+        raise UserError(
+            f"{path}: too small for this model; got {size:,} bytes, the weights take {least:,}; {_REMEDY}"
+        )
+
+
+def least_numbers(config: ModelConfig, n_vocab: int) -> int:
+    """Count the numbers in a model's matrices and tables, without building it: all but biases and norms."""
     width, clusters = config.n_head * config.d_head, clusters_of(config, n_vocab)
     attention, n_positions = 4 * config.d_model * width, 0
     if config.position == "relative":
@@ -264,12 +302,7 @@ def _check_size(path: Path, config: ModelConfig, n_vocab: int) -> None:
     elif config.position == "learned":
         n_positions = config.tgt_len * config.d_model
     layers = config.n_layer * (attention + 2 * config.d_model * config.d_inner)
-    least = 4 * (_vocabulary_numbers(config, clusters) + layers + n_positions)
-    size = path.stat().st_size
-    if size < least:
-        raise UserError(
-            f"{path}: too small for this model; got {size:,} bytes, the weights take {least:,}; {_REMEDY}"
-        )
+    return _vocabulary_numbers(config, clusters) + layers + n_positions
 
 
 def _vocabulary_numbers(config: ModelConfig, clusters: Clusters) -> int:

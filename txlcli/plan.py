@@ -106,7 +106,8 @@ class Measured:
         eval_token_s: Scoring one held-out token.
         save_s: One checkpoint.
         spent_s: From the start of the command to the end of the measurement, and what begins the training.
-        compile_s: Compiling, which is part of `spent_s`.
+        compile_s: Compiling, which is part of `spent_s`; the training finds again what was compiled.
+        compile_fault: Why compiling failed, so that steps were timed uncompiled; None: it did not.
     """
 
     step_s: float
@@ -115,6 +116,7 @@ class Measured:
     save_s: float
     spent_s: float
     compile_s: float = 0.0
+    compile_fault: str | None = None
 
 
 class Known:
@@ -448,7 +450,12 @@ def _steps_of_minutes(
     measured = measure(dict(known.settings))
     minutes = known.number("minutes")
     steps = steps_within(60 * minutes - measured.spent_s, known, facts, measured)
-    return Sourced(steps, f"plan: {minutes:g} minutes at {measured.step_s:.3g} s a step")
+    return Sourced(steps, f"plan: {minutes_text(minutes)} at {measured.step_s:.3g} s a step")
+
+
+def minutes_text(minutes: float) -> str:
+    """Write a length in minutes."""
+    return f"{minutes:g} minute{'' if minutes == 1 else 's'}"
 
 
 def steps_within(seconds: float, known: Known, facts: Facts, measured: Measured) -> int:

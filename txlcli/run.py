@@ -6,11 +6,16 @@
     metrics.jsonl                  one JSON object a line, `event` first
     checkpoints/step-0000100/      weights and exact training state (see checkpoint.py)
     pointers.json                  {"best": 80, "best_nll": 1.52, "last": 100}
+    converted.json                 only in a run that was not trained but made of another program's checkpoint
 
 A folder is a run when it has a `config.yaml`. A checkpoint's folder appears whole or not at all, so the
 newest one on disk is the last one. `pointers.json` is written after it: its time says which run saved last,
 and it is the only place that knows which step is best. `best` and `best_nll` are null before the first
 evaluation; then best is last. Nothing here holds an absolute path: a run may be moved and copied.
+
+A converted run has a checkpoint without training state, no text and no metrics, and maybe no tokenizer:
+
+    {"kind": "nvidia", "n_vocab": 204, "has_tokenizer": true, "start_id": 0}
 """
 
 import json
@@ -20,17 +25,21 @@ import re
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from txlcli import UserError
 from txlcli.config import Config, build, read_settings
 from txlcli.files import describe_error, is_folder, look_at, read_bounded, remove_leftovers, write_whole
-from txlcli.tokenizer import load_tokenizer
+from txlcli.tokenizer import Tokenizer, load_tokenizer
 
 RUNS = Path("runs")
+MAKERS = {"huggingface": "Hugging Face", "authors": "the authors", "nvidia": "NVIDIA"}
+"""Whose checkpoints become converted runs, by the kind that converted.json says."""
+
 _POINTERS_LIMIT_BYTES = 4096
+_CONVERSION_LIMIT_BYTES = 4096
 _METRICS_LINE_LIMIT_BYTES = 65_536
 _NAME_LIMIT_BYTES = 200
 _STEP_NAME = re.compile(r"step-(\d{7,18})", re.ASCII)
@@ -74,6 +83,11 @@ class Run:
         """The small file that names best and last."""
         return self.folder / "pointers.json"
 
+    @property
+    def conversion_path(self) -> Path:
+        """What only a converted run has."""
+        return self.folder / "converted.json"
+
     def checkpoint_path(self, step: int) -> Path:
         """The folder of the checkpoint of `step`, there or not."""
         return self.checkpoints_folder / f"step-{step:07d}"
@@ -89,12 +103,30 @@ class Pointers:
 
 
 @dataclass(frozen=True)
+class Conversion:
+    """What a converted run knows in place of a training.
+
+    Attributes:
+        kind: Whose checkpoint it was made of: `huggingface`, `authors` or `nvidia`.
+        n_vocab: Size of the model's vocabulary.
+        has_tokenizer: Whether text can be turned into its ids.
+        start_id: What an empty prompt starts from.
+    """
+
+    kind: str
+    n_vocab: int
+    has_tokenizer: bool
+    start_id: int
+
+
+@dataclass(frozen=True)
 class RunSummary:
     """What `txl runs` shows of a run."""
 
     run: Run
     config: Config
     tokenizer: str
+    """Its kind; `none` in a converted run that has none."""
     n_vocab: int
     step: int | None
     """The last saved step; None: nothing was saved yet."""
@@ -116,6 +148,8 @@ def open_run(path: str | Path) -> Run:
     Raises:
         UserError: `path` is not a run; the message says what is missing.
     """
+    if path == "":  # as a path that would be the working folder
+        raise UserError(f"run: its name is empty; give its folder; `txl runs` lists those under {RUNS}/")
     folder = Path(path)
     if look_at(folder) is None:
         raise UserError(f"{folder}: no such run folder; `txl runs` lists those under {RUNS}/")
@@ -414,6 +448,82 @@ def read_bits_per_byte(run: Run, step: int | None) -> float | None:
     return None
 
 
+# Converted runs
+
+
+def write_conversion(run: Run, conversion: Conversion) -> None:
+    """Write what only a converted run has."""
+    write_whole(run.conversion_path, dump_json(asdict(conversion)))
+
+
+def read_conversion(run: Run) -> Conversion | None:
+    """Read what only a converted run has; None: this run was trained.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    path = run.conversion_path
+    if look_at(path) is None:
+        return None
+    values = parse_json(read_bounded(path, _CONVERSION_LIMIT_BYTES), path)
+    kinds = {"kind": str, "n_vocab": int, "has_tokenizer": bool, "start_id": int}
+    is_sound = values.keys() == kinds.keys() and all(
+        type(values[name]) is kind for name, kind in kinds.items()
+    )
+    if not is_sound or values["kind"] not in MAKERS or not 0 <= values["start_id"] < values["n_vocab"]:
+        raise UserError(f"{path}: damaged; must hold {', '.join(kinds)}; convert the checkpoint again")
+    return Conversion(**values)
+
+
+def refuse_converted(run: Run, what: str) -> None:
+    """Refuse what a converted run cannot do, since it was not trained here.
+
+    Args:
+        run: Any run.
+        what: What is missing; and what to do: `which has no held-out text; name a FILE`.
+
+    Raises:
+        UserError: the run was converted.
+    """
+    conversion = read_conversion(run)
+    if conversion is not None:
+        raise UserError(f"{run.folder}: was converted from a checkpoint of {MAKERS[conversion.kind]}, {what}")
+
+
+def refuse_without_tokenizer(run: Run) -> None:
+    """Refuse a converted run whose ids nobody can turn into text.
+
+    Raises:
+        UserError: it is one.
+    """
+    conversion = read_conversion(run)
+    if conversion is not None and not conversion.has_tokenizer:
+        raise UserError(
+            f"{run.folder}: has no tokenizer, since its source had none that txl can use; "
+            "text can be neither read nor written with it"
+        )
+
+
+def load_run_tokenizer(run: Run) -> Tokenizer:
+    """Load a run's tokenizer.
+
+    Raises:
+        UserError: a file is missing or damaged, or this run has no tokenizer.
+    """
+    refuse_without_tokenizer(run)
+    return load_tokenizer(run.tokenizer_folder)
+
+
+def vocabulary_size(run: Run) -> int:
+    """Return the number of ids of a run's model.
+
+    Raises:
+        UserError: a file is missing or damaged.
+    """
+    conversion = read_conversion(run)
+    return load_tokenizer(run.tokenizer_folder).n_vocab if conversion is None else conversion.n_vocab
+
+
 # Summary
 
 
@@ -424,14 +534,19 @@ def describe_run(run: Run) -> RunSummary:
         UserError: a file of the run is missing or damaged.
     """
     config = build(read_settings(run.config_path))
-    tokenizer = load_tokenizer(run.tokenizer_folder)
+    conversion = read_conversion(run)
+    if conversion is None or conversion.has_tokenizer:
+        tokenizer = load_tokenizer(run.tokenizer_folder)
+        kind, n_vocab = tokenizer.kind, tokenizer.n_vocab
+    else:
+        kind, n_vocab = "none", conversion.n_vocab
     pointers = read_pointers(run)
     steps = list_checkpoints(run)
     return RunSummary(
         run=run,
         config=config,
-        tokenizer=tokenizer.kind,
-        n_vocab=tokenizer.n_vocab,
+        tokenizer=kind,
+        n_vocab=n_vocab,
         step=steps[-1] if steps else None,
         steps=config.train.steps,
         best_step=pointers.best,

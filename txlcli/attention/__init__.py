@@ -16,6 +16,7 @@ from txlcli.attention.choice import (
     BackendChoice,
     cannot_run,
     choose_backend,
+    fall_back,
 )
 from txlcli.attention.demands import Demands
 from txlcli.attention.eager import RelativeBias, align, hidden_keys, relative_attention, unalign
@@ -30,6 +31,7 @@ __all__ = [
     "align",
     "cannot_run",
     "choose_backend",
+    "fall_back",
     "hidden_keys",
     "project",
     "relative_attention",

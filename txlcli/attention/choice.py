@@ -83,9 +83,18 @@ def _fastest(demands: Demands) -> BackendChoice:
     return BackendChoice(name, BACKENDS[name].attend, "; ".join(reasons) or "the fastest here")
 
 
+def fall_back(name: str, demands: Demands) -> str | None:
+    """Say why another backend than the named one is taken; None: it is the named one.
+
+    For `auto` that is the fastest on the machine for any model.
+    """
+    choice = choose_backend(name, demands)
+    wanted = choose_backend("auto", Demands(demands.device)).name if name == "auto" else name
+    return None if choice.name == wanted else f"{choice.reason}, using {choice.name}"
+
+
 def cannot_run(name: str, choice: BackendChoice) -> UserError:
     """Return the refusal of a backend that was asked for by name and gave way to `choice`."""
     return UserError(
-        f"--attention: cannot run this model; got `{name}`; {choice.reason}; "
-        f"leave it out, or give {choice.name}"
+        f"--attention: cannot run here; got `{name}`; {choice.reason}; leave it out, or give {choice.name}"
     )

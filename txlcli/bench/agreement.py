@@ -21,8 +21,8 @@ from txlcli.model import Lengths, TransformerXL
 
 FORWARD_FACTOR, GRADIENT_FACTOR = 2, 3
 
-N_STREAM, N_DRAW = 2, 8
-"""Streams of a draw, and draws: so many numbers that their largest errors do not hang on luck."""
+N_STREAM = 16
+"""Streams of all draws together, about: so many numbers that their largest errors do not hang on luck."""
 
 # Scores of all draws together; where a single stream has more, it is drawn alone.
 _MAX_SCORES = 1 << 23
@@ -126,11 +126,17 @@ class Reference:
     """What forms are held against at one shape and precision: the eager form, and float64."""
 
     def __init__(
-        self, model: TransformerXL, lengths: Lengths, precision: str, generator: torch.Generator
+        self,
+        model: TransformerXL,
+        lengths: Lengths,
+        n_stream: int,
+        precision: str,
+        generator: torch.Generator,
     ) -> None:
-        n_scores = model.n_head * lengths.tgt_len * (lengths.tgt_len + lengths.mem_len)
-        n_stream = N_STREAM if N_STREAM * n_scores <= _MAX_SCORES else 1
-        n_draw = max(1, min(N_DRAW, _MAX_SCORES // (n_stream * n_scores)))
+        # As many streams as will be attended from, since what a form does may depend on their number.
+        n_most = max(1, _MAX_SCORES // (model.n_head * lengths.tgt_len * (lengths.tgt_len + lengths.mem_len)))
+        n_stream = min(n_stream, n_most)
+        n_draw = max(1, min(N_STREAM, n_most) // n_stream)
         self.draws = [draw_inputs(model, lengths, n_stream, precision, generator) for _ in range(n_draw)]
         self.precision = precision
         self._plain = [_outputs(relative_attention, inputs, precision) for inputs in self.draws]

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from txlcli import UserError
-from txlcli.attention import BACKENDS, BackendChoice, Demands, cannot_run, choose_backend
+from txlcli.attention import BACKENDS, BackendChoice, Demands, cannot_run, choose_backend, fall_back
 from txlcli.bench.agreement import Errors, Reference, agreement_cases, worse
 from txlcli.bench.clock import PeakMemory, Timing, matmul_limit, time_in_turn
 from txlcli.bench.results import Comparison, Event, Measured, Progress, Report, speed_ratio
@@ -21,7 +21,6 @@ from txlcli.device import DTYPES, Precision, choose_device, choose_precision, en
 from txlcli.model import TransformerXL
 from txlcli.train.cost import available_bytes, memory_bytes
 from txlcli.train.machine import is_out_of_memory, run_on
-from txlcli.train.optim import build_optimizers
 
 KINDS = ("training", "scoring", "generation", "attention")
 
@@ -34,7 +33,7 @@ class Options:
         kinds: Of `KINDS`.
         repeats: Repetitions of each row.
         seconds: About so long a row takes.
-        max_streams: Streams of scoring at most; None: as many as an evaluation takes.
+        n_stream: Streams of scoring; None: as many as an evaluation takes.
         device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.
         precision: `auto`: that of each command.
         attention: A form of attention, or `auto`.
@@ -45,7 +44,7 @@ class Options:
     kinds: tuple[str, ...] = KINDS
     repeats: int = 5
     seconds: float = 3.0
-    max_streams: int | None = None
+    n_stream: int | None = None
     device: str = "auto"
     precision: str = "auto"
     attention: str = "auto"
@@ -84,10 +83,15 @@ def bench(subject: Subject, options: Options) -> Generator[Event, None, None]:
         except (MemoryError, RuntimeError) as error:
             if not (is_out_of_memory(error) or "can't allocate memory" in str(error)):
                 raise
-            raise UserError(f"{device}: out of memory; {_LOWER}") from error
+            raise UserError(f"{device}: out of memory; {_remedy(options.kinds)}") from error
 
 
-_LOWER = "lower --batch-size, --tgt-len or --mem-len, or leave kinds of work out with --only"
+def _remedy(kinds: Sequence[str]) -> str:
+    """Say what takes less memory."""
+    sizes = "--tgt-len or --mem-len"
+    if set(kinds) != {"generation"}:  # which has one stream
+        sizes = f"--batch-size, {sizes}"
+    return f"lower {sizes}" + (", or leave kinds of work out with --only" if len(set(kinds)) > 1 else "")
 
 
 class _Bench:
@@ -104,13 +108,14 @@ class _Bench:
         model = bare_model(subject, device)
         model.refuse_lengths(subject.lengths)
         dropatt = subject.config.model.dropatt
-        choices = {kind: self._choose(model, dropatt if kind == "training" else 0.0) for kind in self._kinds}
-        self._say_fallbacks(choices)
+        demands = {
+            kind: self._demands(model, dropout=dropatt if kind == "training" else 0.0) for kind in self._kinds
+        }
+        choices = {kind: self._choose(demands[kind]) for kind in demands}
+        self._say_fallbacks(demands)
         precisions = self._precisions()
         if "training" in choices:
             self._refuse_too_large()
-            # torch loads some 80 MB of its modules with the first optimizer: no memory of this model.
-            build_optimizers(model, subject.config.optim)
         rows: list[Measured] = []
         comparisons: list[Comparison] = []
         for kind, choice in choices.items():
@@ -126,7 +131,7 @@ class _Bench:
             setting = Setting(subject, device, precision, tuple(dict.fromkeys((choice.name, "eager"))))
             works: dict[str, Callable[[], AbstractContextManager[Work]]] = {
                 "training": partial(training, setting, self.folder),
-                "scoring": partial(scoring, setting, self.options.max_streams),
+                "scoring": partial(scoring, setting, self.options.n_stream),
                 "generation": partial(generation, setting),
             }
             _, row = yield from self._row(works[kind], choice.name)
@@ -137,6 +142,7 @@ class _Bench:
             comparisons=tuple(comparisons),
             matmul_limits=self.limits,
             environment=environment(device, rows[0].precision),
+            is_deterministic=self.options.is_deterministic,
             notices=tuple(self.notices),
         )
 
@@ -144,21 +150,28 @@ class _Bench:
     def _kinds(self) -> list[str]:
         return [kind for kind in KINDS if kind in self.options.kinds]
 
-    def _choose(self, model: TransformerXL, dropout: float) -> BackendChoice:
+    def _demands(self, model: TransformerXL, dropout: float = 0.0) -> Demands:
+        return Demands(self.device, model.d_head, has_values=model.has_value_rows, dropout=dropout)
+
+    def _choose(self, demands: Demands) -> BackendChoice:
         name = self.options.attention
-        demands = Demands(self.device, model.d_head, has_values=model.has_value_rows, dropout=dropout)
         choice = choose_backend(name, demands)
         if name not in ("auto", choice.name):
             raise cannot_run(name, choice)
         return choice
 
-    def _say_fallbacks(self, choices: dict[str, BackendChoice]) -> None:
-        """Say why a form is not the one that is fastest for any model here."""
-        best = choose_backend("auto", Demands(self.device)).name
-        for kind, choice in choices.items():
-            if self.options.attention == "auto" and choice.name != best:
-                self.notices.append(f"{kind}: {choice.reason}, using {choice.name}")
-        if self.subject.config.model.dropatt and "attention" in choices:
+    def _say_fallbacks(self, all_demands: dict[str, Demands]) -> None:
+        """Say why a form is neither the model's own nor the one that is fastest for any model here."""
+        told: dict[str, list[str]] = {}
+        for kind, demands in all_demands.items():
+            own = self.subject.config.machine.attention
+            text = fall_back(own, demands) or fall_back("auto", demands)
+            if text is not None and self.options.attention == "auto":
+                told.setdefault(text, []).append(kind)
+        for text, kinds in told.items():
+            where = "attention" if len(kinds) == len(all_demands) else ", ".join(kinds)
+            self.notices.append(f"{where}: {text}")
+        if self.subject.config.model.dropatt and "attention" in all_demands:
             self.notices.append("attention alone is measured and compared without its dropout")
 
     def _precisions(self) -> dict[str, Precision]:
@@ -179,15 +192,18 @@ class _Bench:
             raise UserError(
                 f"{self.device}: too little memory to train; batch_size {config.optim.batch_size}, "
                 f"tgt_len {lengths.tgt_len}, mem_len {lengths.mem_len} take about {needed / 1e9:,.1f} GB, "
-                f"{free / 1e9:,.1f} GB are free; {_LOWER}"
+                f"{free / 1e9:,.1f} GB are free; {_remedy(self.options.kinds)}"
             )
 
     def _row(
         self, make: Callable[[], AbstractContextManager[Work]], name: str
     ) -> Generator[Event, None, tuple[list[Timing], Measured]]:
         """Measure one kind of work with the form `name` and the eager one, and perhaps others."""
+        yield from self._rehearse(make)
         peak = PeakMemory(self.device)
         with make() as work:
+            if work.notice is not None:
+                self.notices.append(work.notice)
             timing = time_in_turn(
                 work.candidates,
                 device=self.device,
@@ -222,6 +238,17 @@ class _Bench:
             matmul_limit=self.limits[work.precision],
         )
 
+    def _rehearse(self, make: Callable[[], AbstractContextManager[Work]]) -> Generator[Event, None, None]:
+        """Do the work once, for what libraries set up and keep when something is first done.
+
+        That is no memory of this work, and else would count for whichever work comes first.
+        """
+        with make() as work:
+            for candidate in work.candidates:
+                yield Progress(f"{work.what}: first steps", 0, 0)
+                candidate.ready(1)
+                candidate.step()
+
     def _attention(
         self,
         model: TransformerXL,
@@ -232,7 +259,7 @@ class _Bench:
         comparisons: list[Comparison],
     ) -> Generator[Event, None, None]:
         """Measure attention alone, with all forms in turn, and say whether they agree."""
-        demands = Demands(self.device, model.d_head, has_values=model.has_value_rows)
+        demands = self._demands(model)
         reasons = {name: backend.refuses(demands) for name, backend in BACKENDS.items()}
         able = [name for name in (choice.name, *BACKENDS) if reasons[name] is None]
         setting = Setting(self.subject, self.device, precision, tuple(dict.fromkeys((*able, "eager"))))
@@ -268,10 +295,12 @@ class _Bench:
     ) -> Generator[Event, None, dict[str, Errors]]:
         """Return for each form its errors, the worse of all shapes."""
         generator, found = torch.Generator().manual_seed(SEED), dict[str, Errors]()
+        optim = self.subject.config.optim
         cases = agreement_cases(self.subject.lengths)
         for n_case, lengths in enumerate(cases):
             yield Progress(f"comparing the forms of attention in {precision}", n_case, len(cases), "shapes")
-            reference = Reference(model, lengths, precision, generator)
+            n_stream = optim.batch_size // optim.accumulate
+            reference = Reference(model, lengths, n_stream, precision, generator)
             for name in names:
                 found[name] = worse(found.get(name), reference.errors(BACKENDS[name].attend))
         return found

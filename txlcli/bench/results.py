@@ -115,6 +115,7 @@ class Report:
         comparisons: The forms of attention; empty: not asked for.
         matmul_limits: FLOPs per second, by precision.
         environment: Processor, torch, threads.
+        is_deterministic: Only operations that repeat bit for bit were used.
         notices: What a reader should know.
     """
 
@@ -123,6 +124,7 @@ class Report:
     comparisons: tuple[Comparison, ...]
     matmul_limits: dict[str, float]
     environment: dict[str, str | int]
+    is_deterministic: bool
     notices: tuple[str, ...]
 
     @property

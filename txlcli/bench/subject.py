@@ -10,12 +10,14 @@ from txlcli.adaptive import Clusters
 from txlcli.checkpoint import load_weights
 from txlcli.config import Config, ModelConfig, SettingError, Settings, blame, build, override, read_settings
 from txlcli.model import Lengths, TransformerXL, clusters_of
-from txlcli.run import Run, choose_checkpoint, step_of
-from txlcli.tokenizer import load_tokenizer
+from txlcli.run import Run, choose_checkpoint, step_of, vocabulary_size
 
 # Vocabularies where nothing says how large one is; that of char holds all bytes beside its alphabet. Among
 # words clusters tell: the published vocabularies end about a third beyond the start of the last one.
 _N_VOCAB = {"byte": 256, "char": 256 + 96, "sentencepiece": 8192, "word": 32_768}
+
+# The published vocabularies of presets that take the words of any text.
+_PUBLISHED = {"wt103-base": 267_735, "wt103-large": 267_735}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +80,7 @@ def run_subject(run: Run, changes: Settings) -> Subject:
             machine=trained.machine,
         ),
         lengths=_lengths(changed.model),
-        n_vocab=load_tokenizer(run.tokenizer_folder).n_vocab,
+        n_vocab=vocabulary_size(run),
         checkpoint=path,
         step=step_of(path),
     )
@@ -90,7 +92,7 @@ def preset_subject(name: str, settings: Settings, n_vocab: int | None) -> Subjec
     Args:
         name: The preset or file.
         settings: What it sets, flags laid over it.
-        n_vocab: Size of the vocabulary; None: as set, else by the kind of tokenizer.
+        n_vocab: Size of the vocabulary; None: as published or set, else by the kind of tokenizer.
 
     Raises:
         UserError: the settings contradict each other or do not fit the vocabulary.
@@ -100,6 +102,8 @@ def preset_subject(name: str, settings: Settings, n_vocab: int | None) -> Subjec
     n_assumed = _N_VOCAB[config.data.tokenizer]
     if config.data.tokenizer == "byte":
         given = given or n_assumed
+    elif Path(name).stem in _PUBLISHED:
+        n_assumed = _PUBLISHED[Path(name).stem]
     elif config.model.cutoffs not in ((), "auto"):
         n_assumed = max(n_assumed, config.model.cutoffs[-1] * 4 // 3)  # type: ignore[operator]  # numbers
     subject = Subject(
@@ -121,4 +125,4 @@ def preset_subject(name: str, settings: Settings, n_vocab: int | None) -> Subjec
 
 
 def _lengths(model: ModelConfig) -> Lengths:
-    return Lengths(model.tgt_len, model.mem_len, model.clamp_len, model.same_length)
+    return Lengths(model.tgt_len, model.mem_len, model.clamp_len, model.same_length, model.memory_start)

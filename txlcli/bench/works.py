@@ -53,6 +53,7 @@ class Work:
         candidates: The forms of attention to do it with.
         flops: Of the matrix products of a step.
         longest: At most so many steps in a row; None: any number.
+        notice: What is otherwise than asked for; None: nothing.
     """
 
     what: str
@@ -62,6 +63,7 @@ class Work:
     candidates: tuple[Candidate, ...]
     flops: float
     longest: int | None = None
+    notice: str | None = None
 
     @property
     def tokens(self) -> int:
@@ -132,23 +134,24 @@ def _full_memory(state: TrainState, n_stream: int) -> Memory:
 
 
 @contextmanager
-def scoring(setting: Setting, max_streams: int | None) -> Iterator[Work]:
+def scoring(setting: Setting, asked: int | None) -> Iterator[Work]:
     """Make steps of an evaluation: each stream one segment on, and the nats of its tokens.
 
     Args:
         setting: What to score with.
-        max_streams: At most so many streams; None: as many as an evaluation takes.
+        asked: So many streams, or as many of them as fit into memory; None: as many as an evaluation takes.
     """
     subject, device, precision, names = setting
     lengths = subject.lengths
     model = subject.build(device)
-    estimate, n_segments = measure(model, lengths), -(-TEXT_TOKENS // lengths.tgt_len)
-    n_stream = choose_streams(
-        n_segments,
-        lengths.warm_segments(len(model.layers)),
-        estimate.fit(max_streams or MAX_STREAMS),
-        fixed=estimate.fixed,
-    )
+    estimate, notice = measure(model, lengths), None
+    n_stream = estimate.fit(asked or MAX_STREAMS)
+    if asked is None:
+        n_segments = -(-TEXT_TOKENS // lengths.tgt_len)
+        n_warm = lengths.warm_segments(len(model.layers))
+        n_stream = choose_streams(n_segments, n_warm, n_stream, fixed=estimate.fixed)
+    elif n_stream < asked:
+        notice = f"scoring: {asked:,} streams asked for, {n_stream:,} fit into memory"
     n_tokens = n_stream * (lengths.tgt_len + 1)
     window = draw_tokens(subject.n_vocab, n_tokens).reshape(n_stream, -1)
     cache = _full_cache(model, n_stream, precision)
@@ -176,6 +179,7 @@ def scoring(setting: Setting, max_streams: int | None) -> Iterator[Work]:
         precision=precision,
         candidates=_with_each(model, names, step),
         flops=inference_flops(subject.config.model, subject.clusters, size),
+        notice=notice,
     )
 
 
@@ -190,18 +194,20 @@ def generation(setting: Setting) -> Iterator[Work]:
     lengths, clusters = subject.lengths, subject.clusters
     model = subject.build(device)
     options, random = SamplingOptions(), random_stream(SEED, 0)
-    token, cache = 0, _full_cache(model, 1, precision)
+    token, cache = 0, list[KVCache]()  # the one at work, if any
     nothing = np.zeros(0, dtype=np.int64)
 
     def rewind(n_tokens: int) -> None:
-        nonlocal cache
         is_whole = n_tokens >= lengths.tgt_len
         start = lengths.tgt_len if is_whole else (lengths.tgt_len - n_tokens) // 2
-        cache = cache._replace(n_memory=lengths.mem_len, n_segment=start)
+        # What a cache holds beside keys and values depends on the form of attention that it is made for.
+        cache.clear()
+        cache.append(_full_cache(model, 1, precision)._replace(n_segment=start))
 
     def step() -> None:
-        nonlocal token, cache
-        log_probs, cache = feed(model, torch.tensor([[token]], device=device), cache, precision=precision)
+        nonlocal token
+        tokens = torch.tensor([[token]], device=device)
+        log_probs, cache[0] = feed(model, tokens, cache[0], precision=precision)
         row = log_probs[0].cpu().double().numpy()
         token = draw(distribution(row, nothing, nothing, options), random.random())
 

@@ -9,7 +9,7 @@ The flags of `train` are the settings of `config`, one each; those of the other 
 parameters. Nothing heavy is imported before a command needs it.
 """
 
-from txlcli.cli import train, generate, eval, bench, config, runs  # noqa: F401, I001  # in the order of the help
+from txlcli.cli import train, generate, eval, convert, bench, config, runs  # noqa: F401, I001  # in the order of the help
 from txlcli.cli.app import app as main
 
 __all__ = ["main"]

@@ -1,6 +1,8 @@
 """`txl bench`."""
 
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from txlcli import UserError
@@ -24,9 +26,9 @@ from txlcli.report import (
     Screen,
     Stages,
     bench_table,
+    column_names,
     comparison_table,
     count_text,
-    facts_table,
     json_text,
 )
 
@@ -42,7 +44,7 @@ _HOW = {
     "generation": "one token after the other, each drawn as in txl generate",
     "attention": "one layer's operation at the shape of training, with all its gradients in +backward",
 }
-_PEAK = "the most that this work held at once, weights included, Python and torch not; then eager's"
+_PEAK = "the most that this work held at once, weights included, Python and torch not"
 _LIMIT = "share of this machine's best matrix product at that precision"
 
 SIZES = "Sizes"
@@ -82,7 +84,12 @@ def bench(
     ] = 3.0,
     batch_size: Annotated[
         str | None,
-        option("--batch-size", metavar="N", help="streams; else as trained or scored", panel=SIZES),
+        option(
+            "--batch-size",
+            metavar="N",
+            help="streams, of generation always 1; else as trained or scored",
+            panel=SIZES,
+        ),
     ] = None,
     tgt_len: Annotated[
         str | None, option("--tgt-len", metavar="N", help="segment; else as trained", panel=SIZES)
@@ -129,7 +136,7 @@ def bench(
             kinds=kinds,
             repeats=repeats,
             seconds=seconds,
-            max_streams=None if batch_size is None else setting("batch_size", batch_size),
+            n_stream=None if batch_size is None else setting("batch_size", batch_size),
             **machine,
         )
         subject = _subject(run, config_file, n_vocab, changes)
@@ -161,8 +168,20 @@ def _subject(
 
     if config_file is None:
         return run_subject(latest_run() if run is None else open_run(run), changes)
-    settings = settings_of.read_settings(settings_of.find_preset(config_file))
-    return preset_subject(config_file, settings_of.override(settings, changes), n_vocab)
+    path = settings_of.find_preset(config_file)
+    settings = settings_of.override(settings_of.read_settings(path), changes)
+    if n_vocab is None and path.name == "config.yaml":
+        n_vocab = _vocabulary_beside(path)
+    return preset_subject(config_file, settings, n_vocab)
+
+
+def _vocabulary_beside(path: Path) -> int | None:
+    """Return the size of the vocabulary of the run whose settings a file holds; None: it is no run's."""
+    from txlcli.run import Run, vocabulary_size
+
+    run = Run(path.parent)
+    is_run = (run.tokenizer_folder / "tokenizer.json").exists() or run.conversion_path.exists()
+    return vocabulary_size(run) if is_run else None
 
 
 def _measure(subject: "Subject", options: "Options", screen: Screen, interruption: Interruption) -> "Report":
@@ -188,6 +207,7 @@ def _document(subject: "Subject", report: "Report") -> dict[str, object]:
         "precision": report.precision,
         "attention": report.attention,
         **environment,
+        "deterministic": report.is_deterministic,
         "model": subject.name,
         "step": subject.step,
         "n_vocab": subject.n_vocab,
@@ -243,15 +263,16 @@ def _comparison_document(compared: "Comparison") -> dict[str, object]:
 
 def _write_tables(subject: "Subject", report: "Report", out: Screen) -> None:
     """Print the tables, then what their numbers rest on."""
-    out.draw(bench_table(report.rows, out.width))
+    table = bench_table(report.rows, out.width)
+    out.draw(table)
     out.write("")
     if report.comparisons:
         out.draw(comparison_table(report.comparisons))
         out.write("")
-    out.draw(facts_table(_facts(subject, report)))
+    out.explain(_facts(subject, report, column_names(table)))
 
 
-def _facts(subject: "Subject", report: "Report") -> list[tuple[str, str]]:
+def _facts(subject: "Subject", report: "Report", shown: Sequence[str]) -> list[tuple[str, str]]:
     model, lengths, machine = subject.config.model, subject.lengths, report.environment
     weights = "fresh weights" if subject.step is None else f"step {subject.step:,}"
     size = f"{model.n_layer} layers of {model.d_model} · {model.n_head} heads of {model.d_head}"
@@ -259,11 +280,13 @@ def _facts(subject: "Subject", report: "Report") -> list[tuple[str, str]]:
     threads = f"{machine['threads']} thread{'' if machine['threads'] == 1 else 's'}"
     limits = " · ".join(f"{name} {count_text(limit)}FLOP/s" for name, limit in report.matmul_limits.items())
     form = "" if report.attention == "mixed" else f" · attention {report.attention}"
+    form += " · deterministic" if report.is_deterministic else ""
     kinds = dict.fromkeys(row.what.partition("+")[0] for row in report.rows)
     repeats = sorted({len(row.tokens_per_s) for row in report.rows})
     turns = f"{'–'.join(map(str, dict.fromkeys((repeats[0], repeats[-1]))))} repetitions"
     if any(row.eager_tokens_per_s for row in report.rows):
         turns += ", in turn with eager"
+    deviation = "and standard deviation " if "± sd" in shown else ""
     unable = [(c.attention, c.reason) for c in report.comparisons if c.reason is not None]
     return [
         ("model", f"{subject.name} · {weights}"),
@@ -271,10 +294,10 @@ def _facts(subject: "Subject", report: "Report") -> list[tuple[str, str]]:
         ("lengths", f"tgt_len {lengths.tgt_len:,} · mem_len {lengths.mem_len:,}, memory full"),
         ("machine", f"{report.device} · {machine['processor']} · {threads} · torch {machine['torch']}{form}"),
         *((kind, _HOW[kind]) for kind in kinds),
-        ("tokens/s", f"mean and standard deviation of {turns}; without {_EXCLUDED}"),
+        ("tokens/s", f"mean {deviation}of {turns}; without {_EXCLUDED}"),
         ("× eager", "ratio of median speeds"),
-        ("peak memory", _PEAK),
-        ("matmul limit", f"{_LIMIT}: {limits}"),
+        ("peak memory", _PEAK + ("; then eager's" if "eager peak" in shown else "")),
+        *([("matmul limit", f"{_LIMIT}: {limits}")] if "of matmul limit" in shown else []),
         *([("agrees", _RULE)] if report.comparisons else []),
         *((name, f"cannot run here: {reason}") for name, reason in unable),
         *(("note" if i == 0 else "", notice) for i, notice in enumerate(report.notices)),

@@ -19,6 +19,7 @@ from txlcli.cli.flags import (
     DeterministicFlag,
     DeviceFlag,
     JsonFlag,
+    MosesFlag,
     PrecisionFlag,
     QuietFlag,
     RunFlag,
@@ -28,7 +29,8 @@ from txlcli.cli.flags import (
     setting,
 )
 from txlcli.cli.signals import Interruption, listening
-from txlcli.report import Screen, Stages, eval_table, facts_table, json_text, one_line, window_table
+from txlcli.config import leaf
+from txlcli.report import Screen, Stages, column_names, eval_table, json_text, one_line, window_table
 
 if TYPE_CHECKING:
     from txlcli.api import LanguageModel
@@ -44,8 +46,9 @@ _WINDOW_TOKENS = 256
 _NEWLINES = {
     "keep": "part of the text, scored like every other token",
     "drop": "left out of the text, neither scored nor counted",
-    "eos": "the word <eos>, scored like every other token",
+    "eos": "the word {newline}, scored like every other token",
 }
+_MEMORY_STARTS = {"empty": "empty memory", "zeros": "a memory of zeros"}
 _SPACES = {"keep": "part of the text", "underscore": "read as underscores"}
 
 
@@ -74,6 +77,7 @@ def evaluate(
     encoding: Annotated[
         str | None, option("--encoding", metavar="NAME", help="encoding of FILE; else utf-8")
     ] = None,
+    is_raw: MosesFlag = False,
     is_by_line: Annotated[
         bool, option("--by-line", help="score each line by itself, from empty memory after a newline")
     ] = False,
@@ -146,7 +150,7 @@ def evaluate(
     """
     request = _Request(
         file=file,
-        split=_choose_split(file, split, encoding),
+        split=_choose_split(file, split, encoding, is_raw),
         encoding=setting("encoding", encoding) or "utf-8",
         mem_lens=None if mem_len is None else parse_mem_lens(mem_len),
         tgt_len=setting("tgt_len", tgt_len),
@@ -159,6 +163,7 @@ def evaluate(
         attention=setting("attention", attention),
         threads=setting("threads", threads),
         is_deterministic=is_deterministic,
+        is_raw=is_raw,
         is_by_line=is_by_line,
         window_tokens=_choose_window_tokens(is_window, window_tokens, is_by_line, per_token),
     )
@@ -194,6 +199,7 @@ class _Request:
     attention: str
     threads: int | None
     is_deterministic: bool
+    is_raw: bool
     is_by_line: bool
     window_tokens: int | None
 
@@ -289,13 +295,14 @@ class _Result:
         }
 
 
-def _choose_split(file: str | None, split: str | None, encoding: str | None) -> str:
+def _choose_split(file: str | None, split: str | None, encoding: str | None, is_raw: bool) -> str:
     if split is not None and split not in _SPLITS:
         raise UserError(f"--split: must be valid or test; got `{split}`")
     if file is not None and split is not None:
         raise UserError("--split: cannot go with FILE; give one of them")
-    if file is None and encoding is not None:
-        raise UserError("--encoding: goes with FILE only; held-out text is stored as tokens")
+    for flag, is_given in (("--encoding", encoding is not None), ("--moses", is_raw)):
+        if file is None and is_given:
+            raise UserError(f"{flag}: goes with FILE only; held-out text is stored as tokens")
     return split or "valid"
 
 
@@ -346,6 +353,7 @@ def _score(
         attention=request.attention,
         threads=request.threads,
         deterministic=request.is_deterministic,
+        moses=request.is_raw,
     )
     precision = choose_precision(request.precision, lm.device, training=False)
     text = _open_text(request, lm, stack, stages, interruption)
@@ -384,7 +392,7 @@ def _score(
         mem_lens=mem_lens,
         scores=ordered,
         windows=tuple(windows[mem_len] for mem_len in mem_lens if windows),
-        notices=_notices(request, lm, text, checkpoint, ordered),
+        notices=_notices(request, lm, text, checkpoint, ordered, has_offsets=tsv is not None),
     )
 
 
@@ -395,6 +403,7 @@ def _open_text(
     import tempfile
 
     from txlcli.data import Progress, encode_text, open_counts, open_split, read_store_info
+    from txlcli.run import refuse_converted
     from txlcli.sources import find_corpus
 
     split: Split = "valid" if request.split == "valid" else "test"
@@ -421,6 +430,10 @@ def _open_text(
             else:
                 notices += event.notices
             interruption.leave()
+    if request.file is None:
+        refuse_converted(
+            lm.run, f"which has no held-out text; name a file: txl eval FILE --run {lm.run.folder}"
+        )
     store = stack.enter_context(open_split(folder, split))
     counts = stack.enter_context(open_counts(folder, split))
     info = read_store_info(folder)
@@ -519,17 +532,21 @@ def _protocol(
     request: _Request, lm: "LanguageModel", text: _Text, precision: str, checkpoint: str, score: "Score"
 ) -> dict[str, object]:
     """What the numbers depend on beside the text and the weights."""
-    by_line = "each line from empty memory after a newline token, its first token scored"
-    whole = "from empty memory over the whole text, every token but the first scored"
+    model = lm.config.model
+    start = _MEMORY_STARTS[lm.model.lengths.memory_start]
+    by_line = f"each line from {start} after a newline token, its first token scored"
+    whole = f"from {start} over the whole text, every token but the first scored"
     return {
-        "memory_start": "empty",
+        "memory_start": lm.model.lengths.memory_start,
         "scoring": by_line if request.is_by_line else whole,
-        "newlines": _NEWLINES[lm.config.data.newlines],
+        "newlines": _NEWLINES[lm.config.data.newlines].format(newline=_newline_word(lm)),
+        "words": _words(request, lm),
         "spaces": _SPACES[lm.config.data.spaces],
-        "position": _position(lm.config.model),
+        "position": _position(model),
         # As asked for: a row at mem_len 0 may have had to do without it, which its notice says.
         "same_length": request.same_length or lm.model.lengths.same_length,
         "clamp_len": score.lengths.clamp_len,
+        "norm_eps": model.norm_eps,
         "checkpoint": checkpoint,
         "tokenizer": lm.tokenizer.kind,
         "n_vocab": lm.tokenizer.n_vocab,
@@ -551,16 +568,35 @@ def _window_protocol(lm: "LanguageModel", window: "WindowScore") -> dict[str, ob
         "window": "without memory: for each token all layers anew over the tokens before it, as many as are "
         "seen at most with memory, fewer at the text's beginning",
         "sample": f"{window.tokens:,} tokens, one drawn from each of as many equal stretches of the text; "
-        "both losses are theirs, ± the standard error of the difference",
-        "speed": "medians of pieces timed in turn, memory full, each side in its fastest batch size (windows/"
-        "streams); the vocabulary once a scored token",
+        "both losses are theirs",
+        "nll_difference_se": "the standard error of the difference of the losses",
+        "speed": "medians of pieces timed in turn, memory full, each side in its fastest batch size; the "
+        "vocabulary once a scored token",
         "ideal": f"w (C + a w/2) / (C + a w), w the window; multiply-adds of a layer: C = {per_token:,} a "
         f"token, a = {per_key:,} a key",
         "share": "ratio / ideal; above 1 where a text or sample is too short to be timed, or hidden keys "
         "are computed",
+        "batch_sizes": "windows and streams in a step",
         "macs_per_token": per_token,
         "macs_per_key": per_key,
     }
+
+
+def _newline_word(lm: "LanguageModel") -> str:
+    """The word that a newline is, for a vocabulary that has one."""
+    from txlcli.tokenizer import CorpusWordTokenizer, MosesTokenizer
+
+    words = lm.tokenizer.words if isinstance(lm.tokenizer, MosesTokenizer) else lm.tokenizer
+    return words.newline if isinstance(words, CorpusWordTokenizer) else ""
+
+
+def _words(request: _Request, lm: "LanguageModel") -> str | None:
+    """How a vocabulary of corpus words finds them; None: it has other units."""
+    if lm.config.data.newlines != "eos":
+        return None
+    split = "what white space separates; raw text needs --moses"
+    raw = "raw text, split by Moses' rules; bytes, characters and words counted are the raw text's"
+    return raw if request.is_raw else split
 
 
 def _position(model: "ModelConfig") -> str:
@@ -570,12 +606,18 @@ def _position(model: "ModelConfig") -> str:
 
 
 def _notices(
-    request: _Request, lm: "LanguageModel", text: _Text, checkpoint: str, scores: "Sequence[Score]"
+    request: _Request,
+    lm: "LanguageModel",
+    text: _Text,
+    checkpoint: str,
+    scores: "Sequence[Score]",
+    *,
+    has_offsets: bool,
 ) -> tuple[str, ...]:
     """What a reader of the table should know, each sentence once."""
     from txlcli.run import read_pointers
 
-    notices = list(text.notices)
+    notices = [*lm.notices, *text.notices]
     if (
         request.file is None
         and request.split == "valid"
@@ -586,6 +628,8 @@ def _notices(
     if any(score.is_beyond_training for score in scores):
         trained = lm.model.lengths
         notices.append(f"* longer than in training: mem_len {trained.mem_len}, tgt_len {trained.tgt_len}")
+    if request.is_raw and has_offsets:
+        notices.append("byte offsets beside characters that Moses' rules replaced are a guess")
     if not lm.tokenizer.is_lossless and text.info.n_unknown:
         share = text.info.n_unknown / text.info.n_tokens
         notices.append(
@@ -598,11 +642,16 @@ def _notices(
 def _write_table(result: _Result, out: Screen) -> None:
     """Print the table, then what its numbers rest on."""
     out.draw(eval_table(result.scores, result.mem_lens, out.width))
+    shown: list[str] = []
     if result.windows:
         out.write("")
-        out.draw(window_table(result.windows, result.mem_lens, out.width))
+        windows = window_table(result.windows, result.mem_lens, out.width)
+        out.draw(windows)
+        shown = column_names(windows)
     protocol = result.protocol
     clamp = "no clamp_len" if protocol["clamp_len"] is None else f"clamp_len {protocol['clamp_len']}"
+    eps = protocol["norm_eps"]
+    eps_rule = "" if eps == leaf("norm_eps").default else f"norm_eps {eps:g} · "
     machine = f"{protocol['precision']} on {protocol['device']} · attention {protocol['attention']}"
     text = result.file if result.file is not None else f"{result.split} text of the run"
     facts = [
@@ -610,19 +659,25 @@ def _write_table(result: _Result, out: Screen) -> None:
         ("model", f"{result.run} · step {result.step:,} ({protocol['checkpoint']})"),
         ("scored", str(protocol["scoring"])),
         ("newlines", str(protocol["newlines"])),
+        *([("words", str(protocol["words"]))] if protocol["words"] is not None else []),
         *([("spaces", str(protocol["spaces"]))] if protocol["spaces"] != _SPACES["keep"] else []),
         (
             "rules",
-            f"position {protocol['position']} · same_length {protocol['same_length']} · {clamp} · {machine}",
+            f"position {protocol['position']} · same_length {protocol['same_length']} · {clamp} · "
+            f"{eps_rule}{machine}",
         ),
-        *_window_facts(protocol["sliding_window"]),
+        *_window_facts(protocol["sliding_window"], shown),
         *(("note" if i == 0 else "", notice) for i, notice in enumerate(result.notices)),
     ]
     out.write("")
-    out.draw(facts_table(facts))
+    out.explain(facts)
 
 
-def _window_facts(protocol: object) -> list[tuple[str, str]]:
+def _window_facts(protocol: object, shown: Sequence[str]) -> list[tuple[str, str]]:
+    """What the sliding window's table rests on; what explains a column only where that is shown."""
     if not isinstance(protocol, dict):
         return []
-    return [(name, protocol[name]) for name in ("window", "sample", "speed", "ideal", "share")]
+    lines = [("window", "window"), ("sample", "sample"), ("±", "nll_difference_se"), ("speed", "speed")]
+    lines += [("ideal", "ideal"), ("share", "share"), ("side by side", "batch_sizes")]
+    is_column = {"±", "side by side"}
+    return [(name, protocol[key]) for name, key in lines if name in shown or name not in is_column]

@@ -138,5 +138,12 @@ ThreadsFlag = Annotated[str | None, option("--threads", metavar="N", help="CPU t
 DeterministicFlag = Annotated[
     bool, option("--deterministic", help=config.leaf("deterministic").help, panel=MACHINE)
 ]
+MosesFlag = Annotated[
+    bool,
+    option(
+        "--moses",
+        help="text is raw, as books are; split it into words as WikiText-103 is (newlines eos only)",
+    ),
+]
 QuietFlag = Annotated[bool, option("--quiet", help="nothing on stderr but errors")]
 JsonFlag = Annotated[bool, option("--json", help="print JSON")]

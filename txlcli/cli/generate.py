@@ -15,6 +15,7 @@ from txlcli.cli.flags import (
     DeterministicFlag,
     DeviceFlag,
     JsonFlag,
+    MosesFlag,
     PrecisionFlag,
     QuietFlag,
     RunFlag,
@@ -55,6 +56,7 @@ def generate(
     ] = True,
     run: RunFlag = None,
     checkpoint: CheckpointFlag = "best",
+    is_raw: MosesFlag = False,
     is_json: JsonFlag = False,
     has_logprobs: Annotated[
         bool, option("--logprobs", help="with --json: the model's own log-probability of each token, in nats")
@@ -188,7 +190,7 @@ def generate(
         ).seeded()
         source = _read_prompt(prompt, prompt_file)
         screen, out = Screen.of(sys.stderr, is_quiet=is_quiet), Screen.of(sys.stdout)
-        lm = load(run, checkpoint, **machine)
+        lm = load(run, checkpoint, moses=is_raw, **machine)
         pieces = _pieces(lm, source, options, screen)
         if is_json:
             _write_json(pieces, out, has_logprobs, interruption)
@@ -215,7 +217,7 @@ def _pieces(
     from txlcli.generate import GeneratedText, in_order
 
     prompt = lm.read_prompt(source)
-    for notice in prompt.notices:
+    for notice in (*lm.notices, *prompt.notices):
         screen.note(notice)
     screen.aside(" · ".join(_settings(lm, options)))
     for event in in_order(lm.stream(prompt, options)):
@@ -245,7 +247,18 @@ def _settings(lm: "LanguageModel", options: "SamplingOptions") -> list[str]:
         f"mem_len {lengths.mem_len}",
         f"tgt_len {lengths.tgt_len}",
         str(lm.device),
+        *_text_rule(lm),
     ]
+
+
+def _text_rule(lm: "LanguageModel") -> list[str]:
+    """Say what text a vocabulary of words takes and gives."""
+    from txlcli.tokenizer import MosesTokenizer
+
+    if lm.config.data.newlines != "eos":
+        return []
+    is_raw = isinstance(lm.tokenizer, MosesTokenizer)
+    return ["raw text, split by Moses' rules" if is_raw else "text split into words; raw text with --moses"]
 
 
 def _write_text(

@@ -52,6 +52,6 @@ def runs(
         ]
         out.write_text(json_text(rows, indent=1).encode() + b"\n")
     elif summaries:
-        out.draw(runs_table(summaries))
+        out.draw(runs_table(summaries, out.width))
     else:
         screen.note(f"{folder}: no runs here; train one with `txl train FILE`")

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -16,10 +17,16 @@ class Interruption:
     The first SIGINT or SIGTERM only raises the flag, so that the command can finish its step and save; the
     second ends the process at once. Signals arrive through a descriptor that a thread reads, so that they
     are heard while the main thread is deep in a library too.
+
+    Attributes:
+        signal: The first signal; 0: none came.
+        is_raised: The first also raises KeyboardInterrupt in the main thread: for work that takes long, asks
+            nothing, and loses nothing that is not made again.
     """
 
     def __init__(self) -> None:
         self.signal = 0
+        self.is_raised = False
 
     def __call__(self) -> bool:
         """Say whether to stop."""
@@ -35,6 +42,13 @@ class Interruption:
             start = "\n" if os.isatty(2) else ""
             # Not through sys.stderr, whose lock the main thread may hold.
             os.write(2, f"{start}{notice}\n".encode())
+
+    def interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal in the main thread; Python hands its number to the descriptor by itself."""
+        if self.is_raised:
+            while not self.signal:  # until the thread has taken it, which is at once
+                time.sleep(0.001)
+            raise KeyboardInterrupt
 
     def stop(self) -> None:
         """Ask to stop where no signal did."""
@@ -65,7 +79,9 @@ def listening(notice: str) -> Iterator[Interruption]:
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
-    before = {number: signal.signal(number, _note_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, interruption.interrupt) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     try:
         yield interruption
@@ -76,7 +92,3 @@ def listening(notice: str) -> Iterator[Interruption]:
         writer.close()
         thread.join()
         reader.close()
-
-
-def _note_signal(number: int, frame: FrameType | None) -> None:
-    """Do nothing: Python writes the signal's number to the wake-up descriptor by itself."""

@@ -92,6 +92,7 @@ def train(
         for event in _events(
             settings, resume, out, stop_at, is_dry_run, config_file is not None, interruption
         ):
+            interruption.is_raised = False
             try:
                 drawing.show(event)
             except OSError:
@@ -102,7 +103,15 @@ def train(
                 # Whoever watched is gone, or their disk is full: the run is saved before the command ends.
                 drawing.hush()
                 interruption.stop()
+            interruption.is_raised = _is_deaf(event)
     interruption.leave()
+
+
+def _is_deaf(event: "Event") -> bool:
+    """Say whether nothing will ask for the interruption until the next event."""
+    from txlcli.train import Progress
+
+    return isinstance(event, Progress) and event.is_deaf
 
 
 def _events(

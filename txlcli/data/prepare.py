@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -24,10 +24,11 @@ from txlcli.sources import (
     check_unchanged,
     code_points,
     complete_utf8,
+    find_byte,
     read_chunks,
     told_replaced,
 )
-from txlcli.tokenizer import Tokenizer
+from txlcli.tokenizer import OutsideVocabulary, Tokenizer
 
 SAMPLE_BYTES = 1 << 16
 BLOCK_ITEMS = 1 << 20
@@ -185,11 +186,17 @@ def _encode_part(
         if tally is not None:
             stack.callback(tally.close)
         for piece in whole_units(tokenizer, counted()):
-            if tally is None:
-                ids = tokenizer.encode(piece.text)
+            try:
+                ids, ends = (
+                    (tokenizer.encode(piece.text), None)
+                    if tally is None
+                    else tokenizer.encode_with_ends(piece.text)
+                )
+            except OutsideVocabulary:
+                _refuse_outside(part, tokenizer)
+            if tally is None or ends is None:
                 n_characters += int(np.count_nonzero(character_ends(piece.text)))
             else:
-                ids, ends = tokenizer.encode_with_ends(piece.text)
                 tally.add(piece, ends)
             file.write(ids.astype(stored).tobytes())
             if frequencies is not None:
@@ -210,6 +217,22 @@ def _encode_part(
         n_unknown=n_unknown,
         counts_dtype=None if tally is None else tally.dtype,
     )
+
+
+def _refuse_outside(part: Part, tokenizer: Tokenizer) -> NoReturn:
+    """Say where in its file the first symbol outside the vocabulary stands: read again, now with sizes."""
+    n_before = 0
+    for piece in _cut_units(tokenizer, read_chunks(part.corpus, part.start, part.stop, sized=True)):
+        assert piece.sizes is not None
+        taken = piece.sizes.astype(np.int64) + (0 if piece.left_out is None else piece.left_out)
+        try:
+            tokenizer.encode(piece.text)
+        except OutsideVocabulary as error:
+            n_before += int(taken[: error.offset].sum())
+            n_before += 0 if piece.left_out is None else int(piece.left_out[error.offset])
+            raise error.at(*find_byte(part.corpus, part.start, n_before)) from None
+        n_before += int(taken.sum())
+    raise AssertionError("the same text was outside the vocabulary before")
 
 
 class Piece(NamedTuple):
@@ -429,7 +452,15 @@ def _is_under_two_tokens(tokenizer: Tokenizer, part: Part) -> bool:
     if part.stop - part.start > SAMPLE_BYTES:
         return False
     text = b"".join(chunk.text for chunk in read_chunks(part.corpus, part.start, part.stop))
-    return len(tokenizer.encode(text)) < 2
+    return _count_tokens(tokenizer, text) < 2
+
+
+def _count_tokens(tokenizer: Tokenizer, text: bytes) -> int:
+    """Count tokens; as many as bytes where the vocabulary does not have the text, which is refused later."""
+    try:
+        return len(tokenizer.encode(text))
+    except OutsideVocabulary:
+        return len(text)
 
 
 def _check_space(parts: list[Part], tokenizer: Tokenizer, folder: Path, itemsize: int) -> None:
@@ -441,7 +472,7 @@ def _check_space(parts: list[Part], tokenizer: Tokenizer, folder: Path, itemsize
             # Raw bytes may be the beginning of a character and no more.
             sample = chunk.text[: complete_utf8(chunk.text[:SAMPLE_BYTES])] or chunk.text
             tokens_per_byte = (
-                len(tokenizer.encode(sample)) / len(sample) * len(chunk.text) / max(chunk.source_bytes, 1)
+                _count_tokens(tokenizer, sample) / len(sample) * len(chunk.text) / max(chunk.source_bytes, 1)
             )
             n_tokens = tokens_per_byte * (part.stop - part.start)
             needed += int(n_tokens * (itemsize + (0 if part.split == "train" else 3)))

@@ -18,6 +18,7 @@ number from it for each token.
 """
 
 from txlcli.generate.decode import LENGTH, Event, GeneratedText, Piece, feed, generate, in_order, read_prompt
+from txlcli.generate.joined import joined
 from txlcli.generate.options import SamplingOptions
 from txlcli.generate.sampling import (
     distribution,
@@ -43,6 +44,7 @@ __all__ = [
     "feed",
     "generate",
     "in_order",
+    "joined",
     "keep_min_p",
     "keep_top_k",
     "keep_top_p",

@@ -8,7 +8,7 @@ import numpy as np
 from txlcli import UserError
 from txlcli.generate.sampling import Ids
 from txlcli.sources import Newlines, Spaces, convert
-from txlcli.tokenizer import Tokenizer
+from txlcli.tokenizer import OutsideVocabulary, Tokenizer
 
 _NAMED_CHARACTERS = 20
 
@@ -60,7 +60,7 @@ def encode_prompt(
         spaces: How the run reads spaces.
 
     Raises:
-        UserError: the bytes are not UTF-8 and the tokenizer takes text only.
+        UserError: the bytes are not UTF-8 and the tokenizer takes text only, or it has no id for some.
     """
     source = to_bytes(text, "prompt")
     shown = source.decode("utf-8", "replace")
@@ -76,7 +76,12 @@ def encode_prompt(
             ) from None
         if unknown := tokenizer.unknown_characters(read.decode("utf-8")):
             notices = (_unknown_notice(unknown, is_kept=tokenizer.is_lossless),)
-    ids = tokenizer.encode(read)
+    try:
+        ids = tokenizer.encode(read)
+    except OutsideVocabulary as error:
+        kept = np.flatnonzero(np.frombuffer(source, np.uint8) != ord("\n")) if newlines == "drop" else None
+        offset = error.offset if kept is None else int(kept[error.offset])
+        raise error.at("prompt", offset) from None
     if len(ids) == 0:
         ids = np.array([start_id], dtype=np.int32)
     return Prompt(shown, ids, notices)

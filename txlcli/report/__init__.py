@@ -6,9 +6,11 @@ text of users and models is never read as markup.
 """
 
 from txlcli.report.bench import bench_table, comparison_table
+from txlcli.report.convert import converted_facts, tensors_table
 from txlcli.report.screen import Screen, facts_table, results_table
 from txlcli.report.stages import Stages
 from txlcli.report.tables import (
+    column_names,
     eval_table,
     presets_table,
     runs_table,
@@ -32,7 +34,9 @@ __all__ = [
     "Stages",
     "Training",
     "bench_table",
+    "column_names",
     "comparison_table",
+    "converted_facts",
     "count_text",
     "duration_text",
     "escape_controls",
@@ -47,6 +51,7 @@ __all__ = [
     "score_text",
     "settings_table",
     "size_text",
+    "tensors_table",
     "value_text",
     "window_table",
 ]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from txlcli.report.screen import results_table
+from txlcli.report.tables import fit_table
 from txlcli.report.text import number_text, size_text
 
 if TYPE_CHECKING:
@@ -12,16 +13,12 @@ if TYPE_CHECKING:
     from txlcli.bench import Comparison, Measured
 
 
-_WIDE = 90
-"""Columns that the whole table takes."""
-
-
 def bench_table(rows: Sequence["Measured"], width: int) -> "Table":
     """One row for each kind of work; the form of attention is named where it is not the same everywhere.
 
     Args:
         rows: The results.
-        width: Columns of the window; where it is narrow the peak of the eager form is left out.
+        width: Columns of the window; where it is narrow lesser columns are left out.
     """
     columns = {
         "work": [row.what.replace("attention+", "  +") for row in rows],
@@ -37,18 +34,16 @@ def bench_table(rows: Sequence["Measured"], width: int) -> "Table":
     }
     if len(set(columns["attention"])) == 1:
         del columns["attention"]
-    if width < _WIDE:
-        del columns["eager\npeak"]
-    table = results_table(list(columns), left=["work", "type", "attention"])
-    for cells in zip(*columns.values(), strict=True):
-        table.add_row(*cells)
-    return table
+    left = ["work", "type", "attention"]
+    lesser = ("eager\npeak", "± sd", "of matmul\nlimit")
+    return fit_table(columns, width, lesser=lesser, left=left, whole=left)
 
 
 def comparison_table(comparisons: Sequence["Comparison"]) -> "Table":
     """One row for each form of attention that can run here, and precision."""
     names = ["attention", "type", "error", "of\nallowed", "gradient\nerror", "of\nallowed", "agrees"]
-    table = results_table([*names, "tokens/s", "× eager"], left=["attention", "type"])
+    left = ["attention", "type"]
+    table = results_table([*names, "tokens/s", "× eager"], left=left, whole=left)
     for compared in comparisons:
         errors = compared.errors
         if errors is None:

@@ -3,6 +3,7 @@
 import io
 import os
 import shutil
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
 _PIPE_WIDTH = 200
 """Columns where no window limits them."""
+
+_LEGEND_WIDTH = 100
+"""Columns of what explains a table, where no window limits them."""
 
 # Our own decoration in ASCII, for streams that are not Unicode.
 _ASCII = str.maketrans(
@@ -90,6 +94,17 @@ class Screen:
         """Write a table or styled text."""
         self.write(self.render(renderable))
 
+    def explain(self, rows: Iterable[tuple[str, str]]) -> None:
+        """Write what results rest on as a block of names and values, no wider than the window.
+
+        Where there is none, lines end at a space before column 100, so that no word is broken.
+        """
+        rows = list(rows)
+        if not self.is_terminal:
+            width = _LEGEND_WIDTH - max((len(name) for name, _ in rows), default=0) - 2
+            rows = [(name, _wrap(value, width)) for name, value in rows]
+        self.draw(facts_table(rows))
+
     def render(self, renderable: "RenderableType") -> str:
         """Return what `draw` writes, without line ends at its end."""
         from rich.console import Console
@@ -121,6 +136,15 @@ class Screen:
         return f"\x1b[{codes[style]}m{text}\x1b[0m" if self.has_color else text
 
 
+def _wrap(text: str, width: int) -> str:
+    """Break lines at spaces alone; a word that is wider stays whole."""
+    lines = (
+        textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)
+        for line in text.split("\n")
+    )
+    return "\n".join(part for parts in lines for part in parts or [""])
+
+
 def facts_table(rows: Iterable[tuple[str, str]], *, style: str = "dim") -> "Table":
     """A block of names and values in two columns; long values fold under themselves."""
     from rich.table import Table
@@ -134,8 +158,11 @@ def facts_table(rows: Iterable[tuple[str, str]], *, style: str = "dim") -> "Tabl
     return table
 
 
-def results_table(names: Sequence[str], *, left: Sequence[str] = ()) -> "Table":
-    """An empty table of results; numbers to the right, the columns of `left` to the left."""
+def results_table(names: Sequence[str], *, left: Sequence[str] = (), whole: Sequence[str] = ()) -> "Table":
+    """An empty table of results; numbers to the right, the columns of `left` to the left.
+
+    Only the columns of `left` that are not `whole` are folded where the window is narrow.
+    """
     from rich import box
     from rich.table import Table
 
@@ -144,5 +171,6 @@ def results_table(names: Sequence[str], *, left: Sequence[str] = ()) -> "Table":
     )
     for name in names:
         is_left = name in left
-        table.add_column(name, justify="left" if is_left else "right", no_wrap=not is_left, overflow="fold")
+        is_whole = not is_left or name in whole
+        table.add_column(name, justify="left" if is_left else "right", no_wrap=is_whole, overflow="fold")
     return table

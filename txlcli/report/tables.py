@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 def eval_table(scores: Sequence["Score"], mem_lens: Sequence[int], width: int) -> "Table":
     """One row for each memory length; `*`: longer than in training.
 
-    Units that nobody knows are left out, and the widest of the lesser columns where the window is narrow.
+    Units that nobody knows are left out, and lesser columns where the window is narrow.
 
     Args:
         scores: The results.
         mem_lens: The memory lengths as asked for.
         width: Columns of the window.
     """
-    through, per_word = "through\nlayers", "perplexity\n/word"
+    through, per_word, per_character = "through\nlayers", "perplexity\n/word", "bits\n/char"
     marks = ["*" if score.is_beyond_training else " " for score in scores]
     columns = {
         "mem_len ": [f"{length:,}{mark}" for length, mark in zip(mem_lens, marks, strict=True)],
@@ -35,11 +35,11 @@ def eval_table(scores: Sequence["Score"], mem_lens: Sequence[int], width: int) -
         "nats\n/token": [number_text(score.nll) for score in scores],
         "perplexity": [number_text(score.perplexity, 3) for score in scores],
         "bits\n/byte": [number_text(score.bits_per_byte) for score in scores],
-        "bits\n/char": [number_text(score.bits_per_char) for score in scores],
+        per_character: [number_text(score.bits_per_char) for score in scores],
         per_word: [number_text(score.word_perplexity, 1) for score in scores],
         "tokens/s": [number_text(score.tokens_per_s, 0) for score in scores],
     }
-    return _fit_table(columns, width, lesser=(per_word, through))
+    return fit_table(_known(columns), width, lesser=(per_word, through, "tgt_len", "tokens", per_character))
 
 
 def window_table(windows: Sequence["WindowScore"], mem_lens: Sequence[int], width: int) -> "Table":
@@ -64,18 +64,32 @@ def window_table(windows: Sequence["WindowScore"], mem_lens: Sequence[int], widt
         "share": [number_text(window.share_of_ideal, 2) for window in windows],
         side_by_side: [f"{window.batch_size}/{window.batch_size_with_memory}" for window in windows],
     }
-    return _fit_table(columns, width, lesser=(side_by_side, deviation))
+    return fit_table(_known(columns), width, lesser=(side_by_side, deviation))
 
 
-def _fit_table(columns: Mapping[str, Sequence[str]], width: int, *, lesser: Iterable[str]) -> "Table":
-    """Make a table of the columns that say anything, the lesser ones left out in turn until it fits."""
-    known = {name: cells for name, cells in columns.items() if set(cells) != {number_text(None)}}
+def _known(columns: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
+    """Leave out columns that say nothing."""
+    return {name: cells for name, cells in columns.items() if set(cells) != {number_text(None)}}
+
+
+def fit_table(
+    columns: Mapping[str, Sequence[str]],
+    width: int,
+    *,
+    lesser: Iterable[str],
+    left: Sequence[str] = (),
+    whole: Sequence[str] = (),
+) -> "Table":
+    """Make a table of columns, the lesser ones left out in turn until it fits; see `results_table`."""
+    from rich.text import Text
+
+    shown = dict(columns)
     for name in lesser:
-        if sum(_column_width(name, cells) + _GAP for name, cells in known.items()) > width:
-            known.pop(name, None)
-    table = results_table(list(known))
-    for row in zip(*known.values(), strict=True):
-        table.add_row(*row)
+        if sum(_column_width(name, cells) + _GAP for name, cells in shown.items()) - _GAP > width:
+            shown.pop(name, None)
+    table = results_table(list(shown), left=left, whole=whole)
+    for row in zip(*shown.values(), strict=True):
+        table.add_row(*map(Text, row))
     return table
 
 
@@ -83,34 +97,52 @@ _GAP = 2
 
 
 def _column_width(name: str, cells: Sequence[str]) -> int:
-    return max(map(len, (*name.split("\n"), *cells)))
+    from rich.cells import cell_len
+
+    return max(map(cell_len, (*name.split("\n"), *cells)))
+
+
+def column_names(table: "Table") -> list[str]:
+    """Return the names of a table's columns, each on one line: what a legend may explain."""
+    return [" ".join(str(column.header).split()) for column in table.columns]
 
 
 def _range(low: int, high: int) -> str:
     return f"{low:,}" if low == high else f"{low:,}–{high:,}"
 
 
-def runs_table(summaries: Iterable["RunSummary"]) -> "Table":
-    """One row for each run."""
-    from rich.text import Text
+def runs_table(summaries: Iterable["RunSummary"], width: int) -> "Table":
+    """One row for each run.
 
-    names = ["run", "model", "tokenizer", "step", "best step", "nats/token", "bits/byte", "size"]
-    table = results_table(names, left=["run", "model", "tokenizer"])
-    for summary in summaries:
-        model = summary.config.model
-        step = "–" if summary.step is None else f"{summary.step:,}"
-        table.add_row(
-            Text(escape_controls(str(summary.run.folder))),
-            f"{model.n_layer} × {model.d_model}"
-            + ("" if model.position == "relative" else f" {model.position}"),
-            f"{summary.tokenizer} {summary.n_vocab:,}",
-            step if summary.steps is None else f"{step}/{summary.steps:,}",
-            "–" if summary.best_step is None else f"{summary.best_step:,}",
-            number_text(summary.best_nll),
-            number_text(summary.best_bits_per_byte),
-            size_text(summary.n_bytes),
-        )
-    return table
+    Args:
+        summaries: The runs.
+        width: Columns of the window; where it is narrow lesser columns are left out.
+    """
+    rows = list(summaries)
+    columns = {
+        "run": [escape_controls(str(row.run.folder)) for row in rows],
+        "model": [_model_text(row) for row in rows],
+        "tokenizer": [f"{row.tokenizer} {row.n_vocab:,}" for row in rows],
+        "step": [_step_text(row) for row in rows],
+        "best step": ["–" if row.best_step is None else f"{row.best_step:,}" for row in rows],
+        "nats/token": [number_text(row.best_nll) for row in rows],
+        "bits/byte": [number_text(row.best_bits_per_byte) for row in rows],
+        "size": [size_text(row.n_bytes) for row in rows],
+    }
+    left = ["run", "model", "tokenizer"]
+    lesser = ("best step", "size", "model", "bits/byte")
+    return fit_table(columns, width, lesser=lesser, left=left, whole=left[1:])
+
+
+def _model_text(summary: "RunSummary") -> str:
+    model = summary.config.model
+    scheme = "" if model.position == "relative" else f" {model.position}"
+    return f"{model.n_layer} × {model.d_model}{scheme}"
+
+
+def _step_text(summary: "RunSummary") -> str:
+    step = "–" if summary.step is None else f"{summary.step:,}"
+    return step if summary.steps is None else f"{step}/{summary.steps:,}"
 
 
 def settings_table(settings: "Settings") -> "Table":

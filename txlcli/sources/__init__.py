@@ -12,6 +12,7 @@ from txlcli.sources.corpus import (
     Source,
     Spaces,
     check_unchanged,
+    find_byte,
     find_corpus,
     find_encoding,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "code_points",
     "complete_utf8",
     "convert",
+    "find_byte",
     "find_corpus",
     "find_encoding",
     "find_split",

@@ -8,6 +8,7 @@ Inside the program text is UTF-8 bytes (for `byte`: any bytes). What each kind p
     word            <unk>, the most frequent words and signs          what its vocabulary covers
     word, eos       <eos>, <unk>, the most frequent words             its words and newlines
     sentencepiece   <unk>, 256 bytes, the training text's pieces      any; a new character costs its bytes
+    byte, char      those of another program's vocabulary             what it takes; other text is refused
 
 Long text is encoded in chunks that give the ids of one pass, because encoding works on *units* that stand for
 themselves (see `units`): read, take `complete_prefix` of what has been read, encode that, keep the rest for
@@ -25,13 +26,30 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from txlcli.tokenizer.corpus_words import CorpusWordTokenizer
+from txlcli.tokenizer.moses import Joining, MosesTokenizer, refuse_missing_moses
+from txlcli.tokenizer.outside import OutsideVocabulary
 from txlcli.tokenizer.pieces import PieceTokenizer, default_vocab_size
-from txlcli.tokenizer.stored import Ids, damaged, read_fields
+from txlcli.tokenizer.stored import MAX_VOCAB, Ids, damaged, read_fields
 from txlcli.tokenizer.symbols import ByteTokenizer, CharTokenizer
+from txlcli.tokenizer.table import TableTokenizer
 from txlcli.tokenizer.units import SAMPLE_BYTES
 from txlcli.tokenizer.words import WordTokenizer
 
-__all__ = ["SAMPLE_BYTES", "Ids", "Tokenizer", "build_tokenizer", "default_vocab_size", "load_tokenizer"]
+__all__ = [
+    "MAX_VOCAB",
+    "SAMPLE_BYTES",
+    "CorpusWordTokenizer",
+    "Ids",
+    "Joining",
+    "MosesTokenizer",
+    "OutsideVocabulary",
+    "TableTokenizer",
+    "Tokenizer",
+    "build_tokenizer",
+    "default_vocab_size",
+    "load_tokenizer",
+    "refuse_missing_moses",
+]
 
 
 @runtime_checkable
@@ -59,12 +77,19 @@ class Tokenizer(Protocol):
         """The token of a newline; None where the vocabulary has none."""
 
     def encode(self, text: bytes) -> Ids:
-        """Turn whole units of text into ids."""
+        """Turn whole units of text into ids.
+
+        Raises:
+            OutsideVocabulary: the text holds what has no id, and there is none for the unknown.
+        """
 
     def encode_with_ends(self, text: bytes) -> tuple[Ids, Ids]:
         """Turn whole units into ids (int32) and, per token, its end as a byte offset in `text` (int64).
 
         The last end is `len(text)`. An end may lie inside a character, and two ends may be equal.
+
+        Raises:
+            OutsideVocabulary: as `encode`.
         """
 
     def complete_prefix(self, text: bytes) -> int:
@@ -138,6 +163,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     fields = read_fields(path)
     kind = fields.get("kind")
+    if (kind == "byte" and "bytes" in fields) or (kind == "char" and "characters" in fields):
+        return TableTokenizer.load(folder, fields)
     if kind == "byte":
         return ByteTokenizer.load(folder, fields)
     if kind == "char":

@@ -9,6 +9,10 @@ given back with single spaces. A word of more than 4,096 bytes is cut as a line 
 Ids: 0 is `<eos>`, then words from the most to the least frequent, and `<unk>` among them. It stands for
 whatever is not in the vocabulary, and is also what a text means that spells it, as published corpora do. A
 text that spells `<eos>` gets `<unk>`: only a newline may end a line.
+
+A vocabulary of another program may have other names for the two, or no `<unk>`; then a text with a word that
+it does not have is refused. It may also be one of lower-case text: then a text's words are lowered before
+they are looked up, and come back so.
 """
 
 import re
@@ -23,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from txlcli import UserError
+from txlcli.tokenizer.outside import OutsideVocabulary, shown
 from txlcli.tokenizer.stored import (
     MAX_FILE_BYTES,
     MAX_VOCAB,
@@ -39,7 +44,6 @@ from txlcli.tokenizer.units import UNIT_BYTES, parts, whole_units
 from txlcli.tokenizer.words import COUNTED_PER_ID, MIN_COUNTED
 
 EOS, UNKNOWN = "<eos>", "<unk>"
-NEWLINE = 0
 
 # No text decodes to this character, so it cannot be taken for a word.
 _NEWLINE_WORD = "\ud800"
@@ -51,14 +55,19 @@ class CorpusWordTokenizer:
     """The most frequent words that white space separates.
 
     Attributes:
-        tokens: Distinct words, `<eos>` first and `<unk>` among them; token k has id k.
+        tokens: Distinct words, with `newline` and `unknown` among them; token k has id k.
+        newline: The token of a newline.
+        unknown: The token of all other words; None: there are no others.
+        is_lowered: Words are read in lower case.
     """
 
     tokens: tuple[str, ...]
+    newline: str = EOS
+    unknown: str | None = UNKNOWN
+    is_lowered: bool = False
 
     kind = "word"
     is_lossless = False
-    newline_id = NEWLINE
 
     @classmethod
     def build(cls, chunks: Iterable[bytes], vocab_size: int | None) -> "CorpusWordTokenizer":
@@ -103,15 +112,16 @@ class CorpusWordTokenizer:
         """Take the tokenizer from its files."""
         path = folder / "tokenizer.json"
         tokens = read_strings(path, fields, "tokens")
-        if tokens[:1] != [EOS] or UNKNOWN not in tokens:
-            raise damaged(path, f"expected `tokens` to begin with {EOS} and to hold {UNKNOWN}")
+        newline, unknown = fields.get("newline", EOS), fields.get("unknown", UNKNOWN)
+        if newline not in tokens or unknown not in (None, *tokens) or newline == unknown:
+            raise damaged(path, "expected `tokens` to hold a token for newlines and one for unknown words")
         # Joined: one search is quicker than 200,000. Surrogates may stand for bytes, but for nothing else.
         joined = "".join(tokens)
         if "" in tokens or re.search(r"\s", joined):
             raise damaged(path, "got a token that is empty or holds white space")
         if re.search("[\ud800-\udc7f\udd00-\udfff]", joined):
             raise damaged(path, "got a token that is no text")
-        tokenizer = cls(tuple(tokens))
+        tokenizer = cls(tuple(tokens), newline, unknown, fields.get("lower_case") is True)
         check_files(folder, tokenizer.files())
         return tokenizer
 
@@ -120,21 +130,39 @@ class CorpusWordTokenizer:
         """The words, `<eos>` and `<unk>`."""
         return len(self.tokens)
 
+    @cached_property
+    def newline_id(self) -> int:
+        """The token of a newline, `<eos>`."""
+        return self.tokens.index(self.newline)
+
     @property
     def control_ids(self) -> tuple[int, ...]:
         """`<unk>`; `<eos>` is a newline, which may be drawn."""
-        return (self._unknown,)
+        return () if self.unknown is None else (self._unknown,)
 
     def encode(self, text: bytes) -> Ids:
-        """Turn whole units of text into ids."""
-        words = _words(text)
-        return np.fromiter(map(self._id_of_word.get, words, repeat(self._unknown)), np.int32, len(words))
+        """Turn whole units of text into ids.
+
+        Raises:
+            OutsideVocabulary: a word has no id, and there is none for unknown words.
+        """
+        words = self._words(text)
+        ids = np.fromiter(map(self._id_of_word.get, words, repeat(self._unknown)), np.int32, len(words))
+        if self.unknown is None and len(ids) and int(ids.min()) < 0:
+            index = int(np.argmin(ids >= 0))
+            word, end = _words(text)[index], sum(_sizes(text)[: index + 1])
+            remedy = "it has no <unk> for other words"
+            raise OutsideVocabulary(shown(word), end - len(_to_bytes(word)), remedy)
+        return ids
 
     def encode_with_ends(self, text: bytes) -> tuple[Ids, Ids]:
         """Turn whole units into ids and their ends.
 
         White space before a word or newline belongs to it, and that after the last one to the last one. A
         text of nothing else has no token.
+
+        Raises:
+            OutsideVocabulary: as `encode`.
         """
         ends = np.cumsum(np.array(_sizes(text), np.int64))
         ends[-1:] = len(text)
@@ -150,14 +178,14 @@ class CorpusWordTokenizer:
 
     def decode(self, ids: Iterable[int], after: int | None = None) -> bytes:
         """Turn ids into text, with a space between two words, also between `after` and the first id."""
-        texts = self._bytes_of_id
+        texts, newline = self._bytes_of_id, self.newline_id
         spaced = []
-        was_word = after is not None and after != NEWLINE
+        was_word = after is not None and after != newline
         for id in ids:
-            if was_word and id != NEWLINE:
+            if was_word and id != newline:
                 spaced.append(b" ")
             spaced.append(texts[id])
-            was_word = id != NEWLINE
+            was_word = id != newline
         return b"".join(spaced)
 
     def unknown_count(self, ids: Ids) -> int:
@@ -166,13 +194,17 @@ class CorpusWordTokenizer:
 
     def unknown_characters(self, text: str) -> list[str]:
         """List the words outside the vocabulary, once each."""
-        words = dict.fromkeys(_words(_to_bytes(text)))
+        words = dict.fromkeys(self._words(_to_bytes(text)))
         return [word for word in words if word not in self._id_of_word]
 
     def files(self) -> dict[str, bytes]:
-        """Give the files by name."""
-        fields = {"kind": self.kind, "newlines": "eos", "tokens": self.tokens}
-        return {"tokenizer.json": to_json(fields)}
+        """Give the files by name; what is as usual is not written."""
+        rules = {"newline": self.newline, "unknown": self.unknown, "lower_case": self.is_lowered}
+        usual = {"newline": EOS, "unknown": UNKNOWN, "lower_case": False}
+        own = {name: rule for name, rule in rules.items() if rule != usual[name]}
+        return {
+            "tokenizer.json": to_json({"kind": self.kind, "newlines": "eos", "tokens": self.tokens} | own)
+        }
 
     def save(self, folder: Path) -> None:
         """Write the files."""
@@ -186,17 +218,22 @@ class CorpusWordTokenizer:
         """Give what a checkpoint records."""
         return {"kind": self.kind, "newlines": "eos", "n_vocab": self.n_vocab}
 
+    def _words(self, text: bytes) -> list[str]:
+        words = _words(text)
+        return [word.lower() for word in words] if self.is_lowered else words
+
     @cached_property
     def _unknown(self) -> int:
-        return self.tokens.index(UNKNOWN)
+        return -1 if self.unknown is None else self.tokens.index(self.unknown)
 
     @cached_property
     def _id_of_word(self) -> dict[str, int]:
-        return {_NEWLINE_WORD: NEWLINE} | {word: id for id, word in enumerate(self.tokens) if id != NEWLINE}
+        words = {word: id for id, word in enumerate(self.tokens) if id != self.newline_id}
+        return {_NEWLINE_WORD: self.newline_id} | words
 
     @cached_property
     def _bytes_of_id(self) -> list[bytes]:
-        return [b"\n", *map(_to_bytes, self.tokens[1:])]
+        return [b"\n" if word == self.newline else _to_bytes(word) for word in self.tokens]
 
 
 def _words(text: bytes) -> list[str]:

@@ -117,9 +117,9 @@ class CharTokenizer:
         for block in blocks(chunks, 2**20):
             text = rest + block
             stop = complete_characters(text)
-            is_used[_code_points(text[:stop])] = True
+            is_used[code_points(text[:stop])] = True
             rest = text[stop:]
-        is_used[_code_points(rest)] = True
+        is_used[code_points(rest)] = True
         is_used[0xD800:0xE000] = False
         alphabet = "".join(map(chr, np.flatnonzero(is_used)))
         check_bound(vocab_size, n_bytes=256, n_characters=len(alphabet))
@@ -152,13 +152,13 @@ class CharTokenizer:
 
     def encode(self, text: bytes) -> Ids:
         """Turn text into ids."""
-        points = _code_points(text)
+        points = code_points(text)
         ids: Ids = self._id_of_point[points]
         is_known = ids >= 0
         if is_known.all():
             return ids
         # Every unknown character gives way to its bytes.
-        n_bytes = _utf8_sizes(points)
+        n_bytes = utf8_sizes(points)
         n_ids = np.where(is_known, 1, n_bytes)
         first_id = np.cumsum(n_ids) - n_ids
         first_byte = np.cumsum(n_bytes) - n_bytes
@@ -239,14 +239,16 @@ def check_bound(
         )
 
 
-def _code_points(text: bytes) -> npt.NDArray[np.unsignedinteger[Any]]:
+def code_points(text: bytes) -> npt.NDArray[np.unsignedinteger[Any]]:
+    """Return the code points of UTF-8; a byte that is none stands for U+DC80 to U+DCFF."""
     if text.isascii():
         return np.frombuffer(text, np.uint8)
     wide = text.decode("utf-8", "surrogateescape").encode("utf-32-le", "surrogatepass")
     return np.frombuffer(wide, "<u4")
 
 
-def _utf8_sizes(points: npt.NDArray[np.unsignedinteger[Any]]) -> npt.NDArray[np.int64]:
+def utf8_sizes(points: npt.NDArray[np.unsignedinteger[Any]]) -> npt.NDArray[np.int64]:
+    """Count the bytes that each of these code points was."""
     sizes = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
     sizes[(points >= _BYTE_POINTS) & (points < _BYTE_POINTS + 0x100)] = 1
     return sizes

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from txlcli import UserError
-from txlcli.attention import fused
+from txlcli.attention import fused, skew
 from txlcli.checkpoint import describe_weights, save_checkpoint
-from txlcli.config import Config, MachineConfig, ModelConfig
+from txlcli.config import Config, ModelConfig
 from txlcli.data import Batches, open_counts, open_split, read_store_info
 from txlcli.device import choose_device, choose_precision
 from txlcli.evaluate import EvalProgress, evaluate
@@ -73,7 +73,10 @@ def memory_bytes(config: Config, n_vocab: int) -> int:
     keyed = half * b * s * (d + 2 * he)
     queried = b * t * (half * (3 * he + d + f) + 4 * d + (2 * d + f if model.dropout else 0))
     scores = b * model.n_head * t * s
-    n_kept, n_passing = _scores_at_once(model, machine, half)
+    attention = machine.attention
+    if attention == "skew" and half * _FLOAT * b * t * s < skew.EAGER_BYTES:
+        attention = "eager"
+    n_kept, n_passing = _scores_at_once(model, attention, half)
     clusters = clusters_of(model, n_vocab)
     tail = _TAIL_AT_PEAK * sum(clusters.sizes[1:]) / max(1, clusters.n_tail)
     logits = b * t * (clusters.sizes[0] + clusters.n_tail + tail)
@@ -86,15 +89,15 @@ def memory_bytes(config: Config, n_vocab: int) -> int:
     return total + workspace + _BASE_BYTES
 
 
-def _scores_at_once(model: ModelConfig, machine: MachineConfig, half: float) -> tuple[float, float]:
+def _scores_at_once(model: ModelConfig, attention: str, half: float) -> tuple[float, float]:
     """Return how many numbers a score stands for that backward keeps, and that are there in passing."""
     has_values = model.position == "shaw" and model.shaw_values
     has_distances = model.position in ("relative", "shaw")
-    if machine.attention == "triton":
+    if attention == "triton":
         return 0.0, 0.0
-    if machine.attention == "skew":
+    if attention == "skew":
         return half, half * (4 + has_values) / model.n_head
-    if machine.attention == "sdpa":
+    if attention == "sdpa":
         return (2 * half, 2 * half) if has_distances else (0.0, half)
     kept = half * (1.25 + (1.25 if model.dropatt else 0) + has_values)
     return kept, (4.5 if has_distances else 2.0) + has_values
@@ -182,9 +185,27 @@ def measure(
         should_stop: Asked between steps.
 
     Raises:
-        Interrupted: `should_stop` said so.
+        Interrupted: `should_stop` said so, between steps or after a KeyboardInterrupt.
         UserError: the device has too little memory.
     """
+    try:
+        if should_stop():
+            raise Interrupted
+        return _measure(run, config, tokenizer, length_s, started, should_stop)
+    except KeyboardInterrupt:
+        if not should_stop():
+            raise
+        raise Interrupted from None
+
+
+def _measure(
+    run: Run,
+    config: Config,
+    tokenizer: Tokenizer,
+    length_s: float,
+    started: float,
+    should_stop: Callable[[], bool],
+) -> Measured:
     device = choose_device(config.machine.device)
     precision = choose_precision(config.machine.precision, device, training=True)
     cuda = [device.index or 0] if device.type == "cuda" else []
@@ -192,7 +213,7 @@ def measure(
         batches = Batches(store, config.optim.batch_size, config.model.tgt_len)
         state = TrainState.start(config, batches, tokenizer.n_vocab, device=device, precision=precision)
         try:
-            compile_s, again_s = _measure_compilation(state) if config.machine.compile else (0.0, 0.0)
+            compile_s, fault = _measure_compilation(state) if config.machine.compile else (0.0, None)
             step_s = _measure_steps(state, config, length_s, should_stop)
             eval_s, eval_token_s = _measure_evaluation(state, run, tokenizer, should_stop)
         except (MemoryError, RuntimeError) as error:
@@ -205,24 +226,20 @@ def measure(
         eval_s=eval_s,
         eval_token_s=eval_token_s,
         save_s=save_s,
-        spent_s=time.monotonic() - started + again_s,
-        compile_s=compile_s + again_s,
+        spent_s=time.monotonic() - started,
+        compile_s=compile_s,
+        compile_fault=fault,
     )
 
 
-def _measure_compilation(state: TrainState) -> tuple[float, float]:
-    """Compile, and return the seconds that it took, and those that the training will take for it again.
+def _measure_compilation(state: TrainState) -> tuple[float, str | None]:
+    """Compile, and return the seconds that it took, and why it failed.
 
-    What has been compiled is found again by the training, in the same process. What failed is tried again.
+    What has been compiled is found again by the training, in the same process, within hundredths of a second.
     """
     begun = time.perf_counter()
     fault = state.compile()
-    first_s = time.perf_counter() - begun
-    if fault is not None:
-        return first_s, first_s
-    begun = time.perf_counter()
-    state.compile()
-    return first_s, time.perf_counter() - begun
+    return time.perf_counter() - begun, fault
 
 
 def _measure_steps(
@@ -235,7 +252,7 @@ def _measure_steps(
     """
     wanted_s = min(MEASURED_S, MEASURED_SHARE * length_s)
     model, per_epoch = config.model, state.batches.steps_per_epoch
-    n_rows = min(model.mem_len, (per_epoch - 1) * model.tgt_len)
+    n_rows = max(state.model.lengths.n_rows_at_start, min(model.mem_len, (per_epoch - 1) * model.tgt_len))
     took: list[float] = []
     begun = time.perf_counter()
     while len(took) <= MEASURED_STEPS or time.perf_counter() - begun < wanted_s:

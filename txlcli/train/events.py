@@ -17,12 +17,15 @@ class Progress:
         done: Units done.
         total: Units in all; 0: not known.
         unit: `bytes` or `tokens` or `steps`.
+        is_deaf: Until the next event, which may take minutes, nothing asks whether to stop. A
+            KeyboardInterrupt meanwhile ends it, and stands for that wish if `should_stop` says so too.
     """
 
     stage: str
     done: int
     total: int
     unit: str
+    is_deaf: bool = False
 
 
 @dataclass(frozen=True)

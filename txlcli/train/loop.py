@@ -14,6 +14,7 @@ from txlcli import UserError
 from txlcli.config import Config
 from txlcli.data import SplitInfo
 from txlcli.files import describe_error
+from txlcli.plan import minutes_text
 from txlcli.run import Run, append_metrics, read_bits_per_byte
 from txlcli.train.evaluating import evaluate_if_due
 from txlcli.train.events import Budget, Event, Finished, Notice, Progress, Skipped, Stepped
@@ -80,7 +81,7 @@ def _run(
     yield from session.notices
     if session.saved is None:
         yield from save(session)
-    yield from _compile(session)
+    yield from _compile(session, should_stop)
     while True:
         is_best = yield from evaluate_if_due(session, should_stop)
         if session.saved != session.progress and (is_best or session.is_due(config.train.save_every)):
@@ -125,13 +126,22 @@ def _reason_to_end(session: Session, should_stop: Callable[[], bool], stop_at: i
 # Steps
 
 
-def _compile(session: Session) -> Iterator[Event]:
+def _compile(session: Session, should_stop: Callable[[], bool]) -> Iterator[Event]:
     """Compile the step where that was asked for and steps are left, and say where it fails."""
-    if session.config.machine.compile and session.state.counters.step < session.steps:
-        yield Progress("compiling the step", 0, 0, "steps")
+    if not session.config.machine.compile or session.state.counters.step >= session.steps:
+        return
+    yield Progress("compiling the step", 0, 0, "steps", is_deaf=True)
+    try:
+        if should_stop():
+            return
         with _guarded(session):
             fault = session.state.compile()
-        yield from _told_uncompiled(fault)
+    except KeyboardInterrupt:
+        if not should_stop():
+            raise
+        return  # the loop will end, and nothing has been trained since the last checkpoint
+    yield Progress("compiling the step", 1, 1, "steps")
+    yield from _told_uncompiled(fault)
 
 
 def _told_uncompiled(fault: str | None) -> Iterator[Event]:
@@ -273,8 +283,11 @@ class _Clock:
         elapsed_s, limit_s = time.monotonic() - self.budget.started, self.budget.limit_s
         if elapsed_s > OVERRUN * limit_s:
             self.is_overrun_told = True
-            step = self.session.state.counters.step
+            step, steps = self.session.state.counters.step, self.session.steps
+            is_slower = self.started - self.budget.started < limit_s
+            why = "this machine was faster when it was measured" if is_slower else "preparing took all of it"
+            advice = "; Ctrl-C saves and ends" if step < steps else ""
             yield Notice(
-                f"more than 10 % over the {limit_s / 60:g} minutes asked for, at step {step:,} of "
-                f"{self.session.steps:,}; this machine was faster when it was measured; Ctrl-C saves and ends"
+                f"more than 10 % over the {minutes_text(limit_s / 60)} asked for, at step {step:,} of "
+                f"{steps:,}; {why}{advice}"
             )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from txlcli import UserError
-from txlcli.attention import Demands, cannot_run, choose_backend
+from txlcli.attention import Demands, cannot_run, choose_backend, fall_back
 from txlcli.config import (
     DEFAULT,
     FLAG,
@@ -41,7 +41,7 @@ from txlcli.plan import (
     run_s,
     take_from_run,
 )
-from txlcli.run import Run, choose_checkpoint, discard_run, new_run, open_run
+from txlcli.run import Run, choose_checkpoint, discard_run, new_run, open_run, refuse_without_tokenizer
 from txlcli.sources import Corpus, Survey, complete_utf8, find_corpus, read_text, survey
 from txlcli.sources.survey import VALID_BYTES_MAX, VALID_FRACTION
 from txlcli.tokenizer import SAMPLE_BYTES, Tokenizer, build_tokenizer, load_tokenizer
@@ -140,6 +140,7 @@ class _Request:
         init = None if name is None else open_run(str(name))
         if init is not None:
             choose_checkpoint(init)
+            refuse_without_tokenizer(init)
             theirs = build(read_settings(init.config_path))
             settings = take_from_run(settings, theirs, str(name))
         device = choose_device(str(_value(settings, "device")))
@@ -162,7 +163,7 @@ def choose_attention(settings: Settings) -> tuple[str, str | None]:
     """Choose the form of attention for a model, and say why where it is not the one asked for, else None.
 
     Raises:
-        UserError: one named on the command line cannot run this model.
+        UserError: one named on the command line cannot run this model here.
     """
     name = _value(settings, "attention")
     demands = Demands(
@@ -171,13 +172,10 @@ def choose_attention(settings: Settings) -> tuple[str, str | None]:
         has_values=_value(settings, "position") == "shaw" and _value(settings, "shaw_values"),
         dropout=_value(settings, "dropatt"),
     )
-    choice = choose_backend(name, demands)
-    best = choose_backend("auto", Demands(demands.device)).name
-    if choice.name == (best if name == "auto" else name):
-        return choice.name, None
-    if name != "auto" and settings["attention"].origin == FLAG:
+    choice, told = choose_backend(name, demands), fall_back(name, demands)
+    if told is not None and name != "auto" and settings["attention"].origin == FLAG:
         raise cannot_run(name, choice)
-    return choice.name, f"{choice.reason}, using {choice.name}"
+    return choice.name, told
 
 
 def _value(settings: Settings, name: str) -> Any:  # Any: a setting's own type, which its name decides
@@ -231,12 +229,14 @@ def _prepare(
         return measured
 
     if not any(Known(settings).has(name) for name in ("steps", "epochs")):
-        stage = "compiling and timing a few steps" if _value(settings, "compile") else "timing a few steps"
-        yield Progress(stage, 0, 0, "steps")
+        is_compiled = _value(settings, "compile")
+        stage = "compiling and timing a few steps" if is_compiled else "timing a few steps"
+        yield Progress(stage, 0, 0, "steps", is_deaf=is_compiled)
     planned = plan_length(settings, facts, time_on_this_machine, from_file=request.is_from_file)
     request.pause()
     for text in changed_by_plan(request.settings, planned):
         yield Notice(text)
+    planned = yield from leave_out_failed_compile(planned, measured)
     config = build(planned)
     yield from _told_short_streams(config, facts)
     if measured is not None and budget is not None:
@@ -280,6 +280,16 @@ def _told_compile_time(measured: Measured, budget: Budget) -> Iterator[Notice]:
     """Say when compiling takes much of the time that was asked for."""
     if measured.compile_s > COMPILE_SHARE * budget.limit_s:
         yield Notice(f"compile: takes {measured.compile_s:,.0f} s of the {budget.limit_s:,.0f} s asked for")
+
+
+def leave_out_failed_compile(
+    settings: Settings, measured: Measured | None
+) -> Generator[Event, None, Settings]:
+    """Say that compiling failed while steps were timed, and leave it out, so that it is not tried again."""
+    if measured is None or measured.compile_fault is None:
+        return settings
+    yield Notice(f"compile: failed, {measured.compile_fault}; going on uncompiled")
+    return settings | {"compile": Sourced(False, "plan: failed here")}
 
 
 def without_length(settings: Settings) -> Config:

@@ -24,13 +24,13 @@ from txlcli.config import (
 from txlcli.data import StoreInfo, read_store_info, steps_per_epoch
 from txlcli.device import choose_device, choose_precision
 from txlcli.files import write_whole
-from txlcli.plan import MINUTES, Facts, Known, last_eval_is_whole, steps_within
-from txlcli.run import Run, list_checkpoints, read_bits_per_byte
+from txlcli.plan import MINUTES, Facts, Known, Measured, last_eval_is_whole, minutes_text, steps_within
+from txlcli.run import Run, list_checkpoints, read_bits_per_byte, refuse_converted
 from txlcli.tokenizer import load_tokenizer
 from txlcli.train.cost import Interrupted, measure
 from txlcli.train.events import Budget, Event, Finished, Notice, Progress, Ready
 from txlcli.train.optim import learning_rate
-from txlcli.train.preparing import choose_attention, without_length
+from txlcli.train.preparing import choose_attention, leave_out_failed_compile, without_length
 from txlcli.train.state import Counters, read_counters
 
 
@@ -60,6 +60,11 @@ def resume(
             )
     settings = read_settings(run.config_path)
     config = build(settings)
+    refuse_converted(
+        run,
+        "which has no training to continue; begin one with its weights: "
+        f"txl train CORPUS --init {run.folder}",
+    )
     saved = _read_saved(run)
     info = read_store_info(run.folder)
     yield from _corpus_notices(info)
@@ -71,11 +76,12 @@ def resume(
     if "attention" not in settings or settings["attention"].value == "auto":
         settings = settings | {"attention": Sourced(attention, "plan: runs best here")}
     if given == "minutes" or (given is None and old_steps is None):
-        yield Progress("measuring steps", 0, 0, "steps")
+        yield Progress("measuring steps", 0, 0, "steps", is_deaf=build(settings).machine.compile)
     try:
-        settings, budget = _settle_length(run, settings, info, saved.step, started, should_stop)
+        settings, budget, measured = _settle_length(run, settings, info, saved.step, started, should_stop)
     except Interrupted:
         return
+    settings = yield from leave_out_failed_compile(settings, measured)
     config = build(settings)
     steps = config.train.steps
     assert steps is not None
@@ -95,6 +101,8 @@ def resume(
         )
     origins = read_origins(run.config_path)
     changed = {name for name in settings if name in changes} | (set(LENGTHS) if given else set())
+    if measured is not None and measured.compile_fault is not None:
+        changed.add("compile")
     if changed:
         origins |= {name: settings[name].origin if name in settings else DEFAULT for name in changed}
         write_whole(run.config_path, dump(config, origins).encode())
@@ -136,18 +144,18 @@ def _settle_length(
     saved: int,
     started: float,
     should_stop: Callable[[], bool],
-) -> tuple[Settings, Budget | None]:
-    """Turn epochs or minutes into steps; minutes count from now."""
+) -> tuple[Settings, Budget | None, Measured | None]:
+    """Turn epochs or minutes into steps; minutes count from now, and steps are measured."""
     known, config = Known(settings), without_length(settings)
     if known.has("steps"):
-        return settings, None
+        return settings, None, None
     train, valid = info.splits["train"], info.splits.get("valid")
     if known.has("epochs"):
         epochs = known.number("epochs")
         n_stream = min(config.optim.batch_size, train.n_tokens - 1)
         per_epoch = steps_per_epoch(train.n_tokens, n_stream, config.model.tgt_len)
         steps = Sourced(max(1, round(epochs * per_epoch)), f"{epochs:g} epochs, on resume")
-        return override(settings, {"steps": steps}), None
+        return override(settings, {"steps": steps}), None, None
     minutes = known.number("minutes") if known.has("minutes") else MINUTES
     tokenizer = load_tokenizer(run.tokenizer_folder)
     measured = measure(
@@ -165,9 +173,9 @@ def _settle_length(
         n_valid_tokens=0 if valid is None else valid.n_tokens,
     )
     more = steps_within(60 * minutes - measured.spent_s, known, facts, measured)
-    origin = f"{minutes:g} minutes more at {measured.step_s:.3g} s a step, on resume"
+    origin = f"{minutes_text(minutes)} more at {measured.step_s:.3g} s a step, on resume"
     steps = Sourced(saved + more, origin)
-    return override(settings, {"steps": steps}), Budget(started, 60 * minutes)
+    return override(settings, {"steps": steps}), Budget(started, 60 * minutes), measured
 
 
 def _reason_it_is_finished(config: Config, info: StoreInfo, saved: Counters) -> str | None:

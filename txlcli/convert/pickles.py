@@ -1,0 +1,653 @@
+"""Other programs' pickles, read without running them.
+
+A pickle is a program for a machine with a stack, and what makes it dangerous is that it may call any function
+by its name. `read_pickled` is an interpreter for that machine that can call nothing: a name is a name, an
+object is a `Foreign` record of what the file says about it, a tensor is a `StoredTensor` that knows where its
+numbers lie. Which names a file may mention is written in `allowed`; with any other one it is refused.
+
+Four kinds of files are known by what is in them, whatever they are called:
+
+    zip archive       torch.save since 1.6; its layout is in `archive`
+    torch stream      torch.save before, and with `_use_new_zipfile_serialization=False`: pickles of a magic
+                      number, of 1001, of a dict about the machine, of the object, and of the list of its
+                      storages' keys; then for each key the count of its numbers (int64) and the numbers,
+                      little-endian
+    pickle            protocols 0 to 5, also of Python 2
+    tar archive       torch 0.1.10; refused by name
+
+A hostile file meets bounds before it takes anything: on the bytes, steps, containers and remembered values of
+its pickles, and, in what comes out, on the depth and on the size when everything shared is counted as often
+as it appears. Keys are of kinds whose hashes cannot be made to take long or to collide.
+"""
+
+import os
+import re
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from txlcli import UserError
+from txlcli.convert.allowed import ALLOWED, DTYPES, STORAGE_DTYPES, Use
+from txlcli.convert.archive import Storage, describe_misfit, read_archive
+from txlcli.convert.archive import StoredTensor as StoredTensor
+from txlcli.files import describe_error, open_regular, read_at
+
+# The largest vocabulary of the family, the 793,471 words of lm1b with their counts, takes seven million steps
+# and fifty megabytes in the wordiest protocol, five million and thirty in those in use. A file that goes to
+# the bounds takes about a gigabyte (ten million strings of one character).
+_LIMIT_PICKLE_BYTES = 64 << 20
+_LIMIT_STEPS = 10_000_000
+_LIMIT_REMEMBERED = 4_000_000
+_LIMIT_CONTAINERS = 1_000_000
+_LIMIT_DEPTH = 200
+# What comes out is measured in plain values; what costs more to walk over or to name counts as several.
+_LIMIT_UNFOLDED = 1 << 24
+_CONTAINER_WEIGHT, _TENSOR_WEIGHT, _CHARACTERS_IN_ONE = 16, 100, 16
+_LIMIT_NUMBER_BYTES = 255
+_LIMIT_LINE_BYTES = 1000
+_LIMIT_KEY_PARTS = 8
+
+_MAGIC = 0x1950A86A20F9469CFC6C
+_STREAM_PROTOCOL = 1001
+_PICKLE_PROTOCOL = 5
+_PYTHON_2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+
+
+@dataclass(eq=False)
+class Foreign:
+    """A name of foreign code, or an object that the file says was made with it; never looked up or called.
+
+    Attributes:
+        name: The global's full name, such as `argparse.Namespace`; Python 2's `__builtin__` and `copy_reg`
+            have their names of today.
+        args: What the object was to be made from; None for the bare name (`torch.float32`, a function).
+        state: What was to become its `__dict__`; None without one.
+    """
+
+    name: str
+    args: tuple[Any, ...] | None = None
+    state: Any = None
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """Its attributes by name: its state where that is a dict, with those in slots; else nothing."""
+        parts = self.state if isinstance(self.state, tuple) else (self.state,)
+        return {name: value for part in parts if isinstance(part, dict) for name, value in part.items()}
+
+
+def read_pickled(path: Path) -> Any:
+    """Read what torch.save or pickle wrote as a tree of plain values.
+
+    Returns:
+        None, bool, int, float, str, bytes, list, tuple, dict, set, `Foreign` and `StoredTensor`. OrderedDict,
+        Counter and defaultdict are dicts (without attributes such as a state_dict's `_metadata`), torch.Size
+        is a tuple, a Parameter is its tensor, bytearray is bytes, frozenset is a set. Strings of Python 2 are
+        latin-1. Keys and members of sets are plain values or short flat tuples of them. What was one object
+        in the file is one object here. The tree has no cycles, is at most 200 deep, and is of bounded size
+        even where it is walked without regard for what is shared, so plain recursion is safe.
+
+    Raises:
+        UserError: the file is missing, damaged, too large, or mentions a name that is not in `allowed`.
+    """
+    fd = open_regular(path)
+    try:
+        size = os.fstat(fd).st_size
+        start = read_at(fd, 512, 0)
+        _refuse_other_formats(path, start)
+        value = _read_zip(path, fd, size) if start[:4] == b"PK\x03\x04" else _read_stream(path, fd, size)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read; {describe_error(error)}") from error
+    finally:
+        os.close(fd)
+    _check_tree(path, value)
+    return value
+
+
+def _refuse_other_formats(path: Path, start: bytes) -> None:
+    if start[257:262] == b"ustar":
+        raise UserError(
+            f"{path}: a tar archive, as torch 0.1.10 and older saved; got a format that is not read; "
+            "load it with an old torch and save it again"
+        )
+    if start.startswith(b"version https://git-lfs"):
+        raise UserError(f"{path}: only a pointer of Git LFS; got no weights; fetch the file itself")
+
+
+def _read_zip(path: Path, fd: int, size: int) -> Any:
+    archive = read_archive(path, fd)
+    if archive.pickle.n_bytes > _LIMIT_PICKLE_BYTES:
+        raise _too_large(path, _LIMIT_PICKLE_BYTES, "bytes of pickle")
+    data = read_at(fd, archive.pickle.n_bytes, archive.pickle.position)
+    decoder = _Decoder(path, data, size)
+    value = decoder.decode()
+    if decoder.position < len(data):
+        raise decoder.damaged("more after its end")
+    for storage in decoder.storages.values():
+        entry = archive.storages.get(storage.key)
+        if entry is None:
+            raise decoder.damaged(f"no entry for storage {storage.key[:100]!a}")
+        if entry.n_bytes != storage.n_bytes:
+            raise decoder.damaged(
+                f"{entry.n_bytes:,} bytes for storage {storage.key[:100]!a} of {storage.n_bytes:,}"
+            )
+        storage.position, storage.big_endian = entry.position, archive.big_endian
+    return value
+
+
+def _read_stream(path: Path, fd: int, size: int) -> Any:
+    """Read a plain pickle or, if the first value is its magic number, a stream of torch."""
+    data = read_at(fd, min(size, _LIMIT_PICKLE_BYTES), 0)
+    decoder = _Decoder(path, data, size)
+    value = decoder.decode()
+    if value != _MAGIC:
+        if decoder.storages:
+            raise decoder.damaged("tensors whose numbers are in no file")
+        if decoder.position < size:
+            raise decoder.damaged("more after its end")
+        return value
+    if decoder.decode() != _STREAM_PROTOCOL:
+        raise decoder.damaged("another version of torch's format than 1001")
+    # What it says about the machine does not matter: the numbers are little-endian on any.
+    decoder.decode()
+    value, keys = decoder.decode(), decoder.decode()
+    position = decoder.position
+    for key in keys if type(keys) is list else [keys]:
+        storage = decoder.storages.get(key) if type(key) is str else None
+        if storage is None or storage.position is not None:
+            raise decoder.damaged("a list of other storages than its tensors have")
+        n_elements = int.from_bytes(read_at(fd, 8, position), "little", signed=True)
+        storage.position = position + 8
+        position += 8 + storage.n_bytes
+        if n_elements != storage.n_elements or position > size:
+            raise decoder.damaged(f"{n_elements:,} numbers for a storage of {storage.n_elements:,}")
+    if any(storage.position is None for storage in decoder.storages.values()):
+        raise decoder.damaged("a list of other storages than its tensors have")
+    if position < size:
+        raise decoder.damaged("more after its end")
+    return value
+
+
+# The machine
+
+
+@dataclass(frozen=True, eq=False)
+class _Slice:
+    """A storage as a tensor gets it: before torch 0.4 this could be a part of one."""
+
+    storage: Storage
+    first: int
+    n_elements: int
+
+
+class _Decoder:
+    """Interpreter of one or several pickles, one after another; the bounds are for all together."""
+
+    def __init__(self, path: Path, data: bytes, file_size: int) -> None:
+        self.path = path
+        self.data = data
+        self.file_size = file_size
+        self.position = 0
+        self.storages: dict[str, Storage] = {}
+        self.stack: list[Any] = []
+        self.outer: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+        self.n_steps = 0
+        self.n_containers = 0
+
+    def decode(self) -> Any:
+        """Run the pickle that begins here up to its end, and return what it made."""
+        self.stack, self.outer, self.memo = [], [], {}
+        try:
+            while True:
+                self.n_steps += 1
+                if self.n_steps > _LIMIT_STEPS:
+                    raise _too_large(self.path, _LIMIT_STEPS, "steps")
+                code = self.data[self.position]
+                self.position += 1
+                if code == _STOP:
+                    break
+                do = _OPCODES.get(code)
+                if do is None:
+                    raise ValueError("what is no instruction of a pickle")
+                do(self)
+            (value,) = self.stack
+        except (IndexError, KeyError, ValueError) as error:
+            if self.position < len(self.data):
+                is_missing = isinstance(error, (IndexError, KeyError))
+                found = "an instruction that misses something" if is_missing else f"{error}"[:100]
+                raise self.damaged(found) from error
+            if len(self.data) == _LIMIT_PICKLE_BYTES < self.file_size:
+                raise _too_large(self.path, _LIMIT_PICKLE_BYTES, "bytes of pickle") from error
+            raise self.damaged("its end") from error
+        self.stack, self.outer, self.memo = [], [], {}
+        return value
+
+    def damaged(self, found: str) -> UserError:
+        """Return the refusal of a file that no pickle of torch or Python looks like."""
+        return UserError(
+            f"{self.path}: damaged, cut short, or no checkpoint; got {found} at byte {self.position:,} "
+            "of its pickle; fetch the file again"
+        )
+
+    # Bounds
+
+    def spend(self, n_steps: int) -> None:
+        self.n_steps += n_steps
+        if self.n_steps > _LIMIT_STEPS:
+            raise _too_large(self.path, _LIMIT_STEPS, "steps")
+
+    def count_container(self) -> None:
+        self.n_containers += 1
+        if self.n_containers > _LIMIT_CONTAINERS:
+            raise _too_large(self.path, _LIMIT_CONTAINERS, "containers")
+
+    def push_container(self, value: Any) -> None:
+        self.count_container()
+        self.stack.append(value)
+
+    def take(self, n_bytes: int) -> bytes:
+        end = self.position + n_bytes
+        if end > len(self.data):
+            self.position = len(self.data)
+            raise ValueError("cut short")
+        part = self.data[self.position : end]
+        self.position = end
+        return part
+
+    def take_number(self, n_bytes: int) -> int:
+        return int.from_bytes(self.take(n_bytes), "little")
+
+    def take_line(self, limit_bytes: int = _LIMIT_LINE_BYTES) -> bytes:
+        end = self.data.find(b"\n", self.position, self.position + limit_bytes + 1)
+        if end < 0:
+            self.position = min(len(self.data), self.position + limit_bytes)
+            raise ValueError("a line without an end")
+        line = self.data[self.position : end]
+        self.position = end + 1
+        return line
+
+    # Values
+
+    def push_int(self, n_bytes: int) -> None:
+        if n_bytes > _LIMIT_NUMBER_BYTES:
+            raise ValueError("a number of many bytes")
+        self.stack.append(int.from_bytes(self.take(n_bytes), "little", signed=True))
+
+    def push_int_line(self) -> None:
+        line = self.take_line()
+        booleans = {b"00": False, b"01": True}
+        self.stack.append(booleans[line] if line in booleans else int(line))
+
+    def push_text(self, n_length_bytes: int, encoding: str) -> None:
+        self.stack.append(self.take(self.take_number(n_length_bytes)).decode(encoding))
+
+    def push_bytes(self, n_length_bytes: int) -> None:
+        self.stack.append(self.take(self.take_number(n_length_bytes)))
+
+    def push_text_line(self) -> None:
+        text = self.take_line(len(self.data)).decode("raw-unicode-escape")
+        text.encode()  # half a surrogate pair is no text
+        self.stack.append(text)
+
+    def push_quoted_line(self) -> None:
+        line = self.take_line(len(self.data))
+        if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
+            raise ValueError("a string without quotes")
+        self.stack.append(_ESCAPE.sub(_unescape, line[1:-1]).decode("latin-1"))
+
+    def begin(self, protocol: int) -> None:
+        if protocol > _PICKLE_PROTOCOL:
+            raise self.damaged(f"pickle protocol {protocol}")
+
+    def begin_frame(self, n_bytes: int) -> None:
+        if n_bytes > len(self.data) - self.position:
+            self.position = len(self.data)
+            raise ValueError("cut short")
+
+    # Containers
+
+    def mark(self) -> None:
+        self.count_container()
+        self.outer.append(self.stack)
+        self.stack = []
+
+    def pop_mark(self) -> list[Any]:
+        items, self.stack = self.stack, self.outer.pop()
+        return items
+
+    def pop(self) -> None:
+        if self.stack:
+            self.stack.pop()
+        else:
+            self.pop_mark()
+
+    def pop_last(self, n: int) -> list[Any]:
+        if len(self.stack) < n:
+            raise IndexError("too few values")
+        items = self.stack[-n:]
+        del self.stack[-n:]
+        return items
+
+    def push_tuple(self, n_items: int) -> None:
+        self.push_container(tuple(self.pop_last(n_items)))
+
+    def extend_list(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) is not list:
+            raise ValueError("items for what is no list")
+        target.extend(items)
+
+    def extend_set(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) is not set:
+            raise ValueError("members for what is no set")
+        target.update(_checked_keys(items))
+
+    def extend_dict(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) is not dict or len(items) % 2:
+            raise ValueError("items for what is no dict")
+        target.update(zip(_checked_keys(items[::2]), items[1::2], strict=True))
+
+    def push_dict(self, items: list[Any]) -> None:
+        self.push_container({})
+        self.extend_dict(items)
+
+    def remember(self, index: int) -> None:
+        self.memo[index] = self.stack[-1]
+        if len(self.memo) > _LIMIT_REMEMBERED:
+            raise _too_large(self.path, _LIMIT_REMEMBERED, "remembered values")
+
+    # Names and objects
+
+    def push_name(self, module: object, name: object) -> None:
+        if type(module) is not str or type(name) is not str:
+            raise ValueError("a name that is no text")
+        full_name = f"{_PYTHON_2.get(module, module)}.{name}"
+        if full_name not in ALLOWED:
+            shown = ascii(full_name[:100])[1:-1][:100]
+            raise UserError(
+                f"{self.path}: asks for `{shown}`, which no checkpoint of the family "
+                f"needs; got it at byte {self.position:,} of its pickle; nothing was run; "
+                "load it elsewhere only if you trust it"
+            )
+        self.push_container(Foreign(full_name))
+
+    def take_name(self) -> str:
+        return self.take_line().decode("ascii")
+
+    def call_line(self) -> None:
+        """Do what Python 2 does for an object of an old class: its name is in the instruction."""
+        args = tuple(self.pop_mark())
+        self.push_name(self.take_name(), self.take_name())
+        self.call(self.stack.pop(), args)
+
+    def call_marked(self) -> None:
+        name, *args = self.pop_mark()
+        self.call(name, tuple(args))
+
+    def call(self, name: Any, args: Any) -> None:
+        """Push what stands for `name(*args)`."""
+        if type(name) is not Foreign or name.args is not None or type(args) is not tuple:
+            raise ValueError("a call of what is no name")
+        use = ALLOWED[name.name]
+        if use is Use.RECORD:
+            return self.push_container(Foreign(name.name, args))
+        match use, args:
+            case Use.DICT, () | (Foreign(),):
+                made: Any = {}
+            case Use.DICT, (dict() as items,):
+                made = items
+            case Use.DICT, (list() as pairs,):
+                self.spend(len(pairs))
+                made = {}
+                for pair in pairs:
+                    if type(pair) not in (list, tuple) or len(pair) != 2:
+                        raise ValueError("a pair that is none")
+                    made[_checked_keys(pair[:1])[0]] = pair[1]
+            case Use.SET, ():
+                made = set()
+            case Use.SET, (list() as items,):
+                self.spend(len(items))
+                made = set(_checked_keys(items))
+            case Use.TUPLE, (tuple() as made,):
+                pass
+            case Use.BYTES, ():
+                made = b""
+            case Use.BYTES, (str() as text, "latin1" | "latin-1"):
+                self.spend(len(text))
+                made = text.encode("latin-1")
+            case Use.OBJECT, (Foreign(args=None) as of, Foreign(name="builtins.object", args=None), None):
+                return self.call(of, ())
+            case Use.TENSOR, (_Slice() as numbers, first, tuple() as shape, tuple() as strides, *rest):
+                made = self.tensor(numbers, numbers.storage.dtype, first, shape, strides, rest[2:])
+            case Use.TYPED_TENSOR, (_Slice() as numbers, first, tuple() as shape, tuple() as strides, *rest):
+                made = self.typed_tensor(numbers, first, shape, strides, rest)
+            case Use.PARAMETER, (StoredTensor() as made, *_):
+                pass
+            case _:
+                raise self.damaged(f"`{name.name}` called with what it does not take")
+        return self.push_container(made)
+
+    def set_state(self) -> None:
+        """Give the object on the stack the state above it."""
+        state = self.stack.pop()
+        target = self.stack[-1]
+        if type(target) is dict:
+            return  # attributes of an OrderedDict
+        if type(target) is not Foreign or target.args is None or target.state is not None:
+            raise ValueError("a state for what has none")
+        target.state = state
+
+    # Tensors
+
+    def refer(self, reference: Any) -> None:
+        """Push what the pickle refers to outside itself: a storage, or a class with its source text."""
+        match reference:
+            case ("module", Foreign() as name, _, _):
+                self.stack.append(name)
+            case ("storage", Foreign() as kind, str() as key, str(), int() as n_elements, *rest):
+                self.push_container(self.slice(kind.name, key, n_elements, rest))
+            case _:
+                raise self.damaged("a reference to neither a storage nor a module")
+
+    def slice(self, kind: str, key: str, n_elements: int, rest: list[Any]) -> _Slice:
+        dtype = STORAGE_DTYPES.get(kind)
+        if dtype is None or n_elements < 0:
+            raise self.damaged("a reference to no storage")
+        if n_elements * dtype.itemsize > self.file_size:
+            raise self.damaged(
+                f"a storage of {n_elements * dtype.itemsize:,} bytes in a file of {self.file_size:,}"
+            )
+        storage = self.storages.setdefault(key, Storage(key, dtype, n_elements))
+        if (storage.dtype, storage.n_elements) != (dtype, n_elements):
+            raise self.damaged("two sizes or types of one storage")
+        match rest:
+            case [] | [None]:
+                return _Slice(storage, 0, n_elements)
+            case [(str(), int() as first, int() as n_part)] if 0 <= first <= first + n_part <= n_elements:
+                return _Slice(storage, first, n_part)
+        raise self.damaged("a part of a storage that is outside it")
+
+    def tensor(
+        self, numbers: _Slice, dtype: torch.dtype, first: Any, shape: Any, strides: Any, metadata: list[Any]
+    ) -> StoredTensor:
+        """Return the tensor, if its place is within its storage."""
+        if metadata not in ([], [None], [{}]):
+            raise self.damaged("a tensor with marks, to be negated or conjugated")
+        storage = numbers.storage
+        n_elements = numbers.n_elements * storage.dtype.itemsize // dtype.itemsize
+        misfit = describe_misfit(shape, strides, first, n_elements)
+        if misfit is not None:
+            raise self.damaged(misfit)
+        return StoredTensor(self.path, dtype, shape, strides, numbers.first + first, storage)
+
+    def typed_tensor(
+        self, numbers: _Slice, first: Any, shape: Any, strides: Any, rest: list[Any]
+    ) -> StoredTensor:
+        match rest:
+            case [_, _, Foreign(name=name, args=None), *metadata] if name in DTYPES and numbers.first == 0:
+                return self.tensor(numbers, DTYPES[name], first, shape, strides, metadata)
+        raise self.damaged("a tensor without a known type")
+
+
+def _checked_keys(keys: Sequence[Any]) -> Sequence[Any]:
+    """Return the keys of a dict or members of a set, if they can be hashed at once and apart.
+
+    A tuple's hash is computed anew from all that is in it, so that a few nested ones would take for ever; and
+    whole numbers from 2^61 - 1 on hash like smaller ones.
+    """
+    for key in keys:
+        if type(key) is tuple and len(key) <= _LIMIT_KEY_PARTS:
+            parts: Iterable[Any] = key
+        else:
+            parts = (key,)
+        for part in parts:
+            if type(part) not in _KEY_TYPES or (type(part) is int and abs(part) >= 1 << 60):
+                raise ValueError("a key that is no plain value")
+    return keys
+
+
+_KEY_TYPES = (str, int, bytes, float, bool, type(None))
+_ESCAPE = re.compile(rb"\\(x[0-9a-fA-F]{2}|[\\'\"nrt])")
+
+
+def _unescape(match: "re.Match[bytes]") -> bytes:
+    code = match[1]
+    if code[:1] == b"x":
+        return bytes([int(code[1:], 16)])
+    return {b"n": b"\n", b"r": b"\r", b"t": b"\t"}.get(code, code)
+
+
+def _too_large(path: Path, limit: int, things: str) -> UserError:
+    return UserError(
+        f"{path}: too large for a checkpoint; got more than {limit:,} {things}; nothing was kept of it"
+    )
+
+
+# The instructions, by code, as `pickletools` describes them.
+
+_STOP = ord(".")
+
+_OPCODES: dict[int, Callable[[_Decoder], None]] = {
+    # plain values
+    ord("N"): lambda decoder: decoder.stack.append(None),
+    0x88: lambda decoder: decoder.stack.append(True),
+    0x89: lambda decoder: decoder.stack.append(False),
+    ord("K"): lambda decoder: decoder.stack.append(decoder.take_number(1)),
+    ord("M"): lambda decoder: decoder.stack.append(decoder.take_number(2)),
+    ord("J"): lambda decoder: decoder.push_int(4),
+    0x8A: lambda decoder: decoder.push_int(decoder.take_number(1)),
+    0x8B: lambda decoder: decoder.push_int(decoder.take_number(4)),
+    ord("I"): lambda decoder: decoder.push_int_line(),
+    ord("L"): lambda decoder: decoder.stack.append(int(decoder.take_line().rstrip(b"L"))),
+    ord("G"): lambda decoder: decoder.stack.append(struct.unpack(">d", decoder.take(8))[0]),
+    ord("F"): lambda decoder: decoder.stack.append(float(decoder.take_line())),
+    # text and bytes, behind their lengths
+    0x8C: lambda decoder: decoder.push_text(1, "utf-8"),
+    ord("X"): lambda decoder: decoder.push_text(4, "utf-8"),
+    0x8D: lambda decoder: decoder.push_text(8, "utf-8"),
+    ord("U"): lambda decoder: decoder.push_text(1, "latin-1"),
+    ord("T"): lambda decoder: decoder.push_text(4, "latin-1"),
+    ord("V"): lambda decoder: decoder.push_text_line(),
+    ord("S"): lambda decoder: decoder.push_quoted_line(),
+    ord("C"): lambda decoder: decoder.push_bytes(1),
+    ord("B"): lambda decoder: decoder.push_bytes(4),
+    0x8E: lambda decoder: decoder.push_bytes(8),
+    0x96: lambda decoder: decoder.push_bytes(8),
+    # containers
+    ord("("): lambda decoder: decoder.mark(),
+    ord("1"): lambda decoder: decoder.pop_mark().clear(),
+    ord("0"): lambda decoder: decoder.pop(),
+    ord("2"): lambda decoder: decoder.stack.append(decoder.stack[-1]),
+    ord(")"): lambda decoder: decoder.push_container(()),
+    0x85: lambda decoder: decoder.push_tuple(1),
+    0x86: lambda decoder: decoder.push_tuple(2),
+    0x87: lambda decoder: decoder.push_tuple(3),
+    ord("t"): lambda decoder: decoder.push_container(tuple(decoder.pop_mark())),
+    ord("]"): lambda decoder: decoder.push_container([]),
+    ord("l"): lambda decoder: decoder.push_container(decoder.pop_mark()),
+    ord("a"): lambda decoder: decoder.extend_list([decoder.stack.pop()]),
+    ord("e"): lambda decoder: decoder.extend_list(decoder.pop_mark()),
+    ord("}"): lambda decoder: decoder.push_container({}),
+    ord("d"): lambda decoder: decoder.push_dict(decoder.pop_mark()),
+    ord("s"): lambda decoder: decoder.extend_dict(decoder.pop_last(2)),
+    ord("u"): lambda decoder: decoder.extend_dict(decoder.pop_mark()),
+    0x8F: lambda decoder: decoder.push_container(set()),
+    0x91: lambda decoder: decoder.push_container(set(_checked_keys(decoder.pop_mark()))),
+    0x90: lambda decoder: decoder.extend_set(decoder.pop_mark()),
+    # what is remembered
+    ord("p"): lambda decoder: decoder.remember(int(decoder.take_line())),
+    ord("q"): lambda decoder: decoder.remember(decoder.take_number(1)),
+    ord("r"): lambda decoder: decoder.remember(decoder.take_number(4)),
+    0x94: lambda decoder: decoder.remember(len(decoder.memo)),
+    ord("g"): lambda decoder: decoder.stack.append(decoder.memo[int(decoder.take_line())]),
+    ord("h"): lambda decoder: decoder.stack.append(decoder.memo[decoder.take_number(1)]),
+    ord("j"): lambda decoder: decoder.stack.append(decoder.memo[decoder.take_number(4)]),
+    # names and objects
+    ord("c"): lambda decoder: decoder.push_name(decoder.take_name(), decoder.take_name()),
+    0x93: lambda decoder: decoder.push_name(*decoder.pop_last(2)),
+    ord("R"): lambda decoder: decoder.call(*decoder.pop_last(2)),
+    0x81: lambda decoder: decoder.call(*decoder.pop_last(2)),
+    ord("i"): lambda decoder: decoder.call_line(),
+    ord("o"): lambda decoder: decoder.call_marked(),
+    ord("b"): lambda decoder: decoder.set_state(),
+    ord("Q"): lambda decoder: decoder.refer(decoder.stack.pop()),
+    # framing, which only tells where to read ahead
+    0x80: lambda decoder: decoder.begin(decoder.take_number(1)),
+    0x95: lambda decoder: decoder.begin_frame(decoder.take_number(8)),
+}
+
+
+def _check_tree(path: Path, root: Any) -> None:
+    """Refuse what cannot be walked plainly: cycles, great depth, too much of what is shared and shares."""
+    # Of each container that was left: its depth, and its size with all that is in it, each time that it is.
+    measures: dict[int, tuple[int, int]] = {}
+    entered: set[int] = set()
+    pending = [[root]]
+    while pending:
+        container = pending[-1]
+        if id(container) in measures:
+            pending.pop()
+            continue
+        parts = _parts(container)
+        if id(container) not in entered:
+            entered.add(id(container))
+            inner = [part for part in parts if type(part) in _CONTAINERS and id(part) not in measures]
+            if any(id(part) in entered for part in inner):
+                raise UserError(
+                    f"{path}: no checkpoint; got a value that contains itself; fetch the file again"
+                )
+            pending.extend(inner)
+            continue
+        depth, size = 0, _CONTAINER_WEIGHT
+        for part in parts:
+            if type(part) in _CONTAINERS:
+                part_depth, part_size = measures[id(part)]
+                depth, size = max(depth, part_depth), size + part_size
+            elif type(part) is _Slice:
+                raise UserError(f"{path}: no checkpoint; got a storage that is no tensor's; save tensors")
+            elif type(part) in (str, bytes):
+                size += 1 + len(part) // _CHARACTERS_IN_ONE
+            else:
+                size += _TENSOR_WEIGHT if type(part) is StoredTensor else 1
+        measures[id(container)] = depth + 1, size
+        if depth > _LIMIT_DEPTH:
+            raise _too_large(path, _LIMIT_DEPTH, "values within one another")
+        if size > _LIMIT_UNFOLDED:
+            raise _too_large(path, _LIMIT_UNFOLDED, "values where what is shared counts each time")
+
+
+_CONTAINERS = (list, tuple, dict, set, Foreign)
+
+
+def _parts(container: Any) -> Any:
+    if type(container) is dict:
+        return [*container, *container.values()]
+    if type(container) is Foreign:
+        return container.args, container.state
+    return container
