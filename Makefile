@@ -18,10 +18,10 @@ demo: $(INSTALLED) demo/corpus.txt ## Train two minutes on Python's own library,
 	$(BIN)/txl eval --run demo/run --mem-len 0,64,128,256
 
 test: lint types ## Check everything that must hold: format, lint, types, tests
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
 test-long: lint types demo ## Check it with the slow tests, new random examples and the demo (by hand)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "slow or not slow" --hypothesis-profile=long
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "slow or not slow" --hypothesis-profile=long
 
 format: $(INSTALLED) ## Format the code and mend what can be mended
 	$(BIN)/ruff check --fix .

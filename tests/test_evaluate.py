@@ -338,7 +338,7 @@ class TestSchemes:
     ):
         if scheme == "learned":  # it has five rows; longer segments are refused, see below
             lengths = lengths._replace(tgt_len=min(lengths.tgt_len, 5))
-        ids, model = draw_ids(63), build_scheme(scheme)
+        ids, model = draw_ids(43), build_scheme(scheme)
         expected = along_training_path(model, ids, lengths)
         for n_stream in (1, 3):
             score, nats = score_tokens(model, store_of(ids), lengths=lengths, n_stream=n_stream)

@@ -371,7 +371,7 @@ def test_a_run_that_lost_patience_stays_ended(tmp_path: Path) -> None:
 
 
 def test_another_machine_is_told(tmp_path: Path) -> None:
-    ready = make_run(tmp_path)
+    ready = make_run(tmp_path, steps=4)  # a step and an evaluation more: threads that tests share are slow
     list(train(ready.run, ready.config, stop_at=3))
     n = torch.get_num_threads()
     events = go_on(ready.run, threads=n + 1, precision="bf16")
