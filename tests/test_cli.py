@@ -3,6 +3,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -431,6 +432,15 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
     result = CliRunner().invoke(main, ["train", "a.txt"])
     assert isinstance(result.exception, ZeroDivisionError)
     assert result.exit_code == 1
+
+
+def test_weights_to_start_from_are_read_before_anything_is_made(trained, text):
+    shutil.copytree(trained, "theirs")
+    for path in Path("theirs/checkpoints").glob("*/model.safetensors"):
+        path.write_bytes(path.read_bytes()[:-10])
+    refused = refusal("train", text, "--init", "theirs", "--steps", "3", "--out", "new/run")
+    assert refused.startswith("theirs/checkpoints/")
+    assert not Path("new").exists()
 
 
 def test_a_training_that_goes_non_finite_fails_in_one_line(monkeypatch):

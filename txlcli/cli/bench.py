@@ -146,7 +146,9 @@ def bench(
         else:
             _write_tables(subject, report, out)
     if report.disagreeing:
-        raise Failed(f"attention: {', '.join(report.disagreeing)} does not agree with eager; see the table")
+        names = report.disagreeing
+        verb = "does" if len(names) == 1 else "do"
+        raise Failed(f"attention: {', '.join(names)} {verb} not agree with eager; see the table")
 
 
 def _parse_kinds(only: str | None) -> tuple[str, ...]:

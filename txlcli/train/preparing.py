@@ -12,6 +12,7 @@ import torch
 
 from txlcli import UserError
 from txlcli.attention import Demands, cannot_run, choose_backend, fall_back
+from txlcli.checkpoint import load_model
 from txlcli.config import (
     DEFAULT,
     FLAG,
@@ -41,7 +42,7 @@ from txlcli.plan import (
     run_s,
     take_from_run,
 )
-from txlcli.run import Run, choose_checkpoint, discard_run, new_run, open_run, refuse_without_tokenizer
+from txlcli.run import Run, discard_run, new_run, open_run, refuse_without_tokenizer
 from txlcli.sources import Corpus, Survey, complete_utf8, find_corpus, read_text, survey
 from txlcli.sources.survey import VALID_BYTES_MAX, VALID_FRACTION
 from txlcli.tokenizer import SAMPLE_BYTES, Tokenizer, build_tokenizer, load_tokenizer
@@ -139,8 +140,8 @@ class _Request:
             plan_text(settings, _ANY_TEXT)
         init = None if name is None else open_run(str(name))
         if init is not None:
-            choose_checkpoint(init)
             refuse_without_tokenizer(init)
+            load_model(init)  # what cannot be read is refused before anything is made
             theirs = build(read_settings(init.config_path))
             settings = take_from_run(settings, theirs, str(name))
         device = choose_device(str(_value(settings, "device")))
