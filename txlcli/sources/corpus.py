@@ -70,7 +70,7 @@ class Corpus:
     """Files that are read as one text or, with `raw`, as bytes that need not be text.
 
     `newlines` and `spaces` say how their text is read, as in `convert`. `skipped` lists what was met in
-    folders and is not read, with the reason.
+    folders and is not read, with the reason, `overlapping` what was named though it is also held out.
 
     A corpus has documents by at most one of three rules. `text_field`: files are JSON lines, each line an
     object whose field of that name is a document's text; blank lines are none. `document_separator`: a
@@ -91,6 +91,7 @@ class Corpus:
     document_per_file: bool = False
     valid_every: int | None = None
     skipped: tuple[tuple[Path, str], ...] = ()
+    overlapping: tuple[str, ...] = ()
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -131,6 +132,7 @@ class Corpus:
                 "read unpacked" + (", not byte for byte; --packed keep does" if self.reads_bytes else ""),
             ),
             (left, "skipped"),
+            (list(self.overlapping), "is learned from and scored too, so that its scores are too good"),
         )
         return tuple(f"{_list_some(names)}: {what}" for names, what in told if names)
 
@@ -153,7 +155,7 @@ def search_corpus(
     held_out: Sequence[Corpus] = (),
     stdin_copy: Path | None = None,
 ) -> Iterator[Progress | Corpus]:
-    """Find the files behind what a user named: files, folders and `-` for stdin; the last event is the corpus.
+    """Find the files behind what a user named: files, folders, `-` for stdin; the last event is the corpus.
 
     Folders are walked in sorted order; what is hidden, binary (unless `raw`), empty, unreadable or no
     regular file in them is skipped and listed. A file that was named itself is taken as it is, or
@@ -165,7 +167,7 @@ def search_corpus(
 
     Packed files (gzip, xz, bz2, zstd) are told by their content, whatever their names, and are read unpacked,
     unless `packed` is `keep`; for their sizes they are unpacked once here. Files of the corpora `held_out`
-    are skipped in folders, and refused where they were named.
+    are skipped in folders.
 
     Raises:
         UserError: a path is missing, unreadable, empty or no file, there is no text behind it, or a packed
@@ -185,6 +187,7 @@ def search_corpus(
     )
     found: list[Source] = []
     skipped: list[tuple[Path, str]] = []
+    overlapping: list[str] = []
     for name in paths:
         if name == "-":
             source = yield from _copy_stdin(stdin_copy, rules)
@@ -204,10 +207,7 @@ def search_corpus(
         else:
             source, _ = yield from _open_source(name, Path(name), rules)
             if (source.device, source.inode) in rules.held_out:
-                raise UserError(
-                    f"{source.name}: is held out, so nothing can be learned from it; leave it out of the corpus, "
-                    "or hold out a part with --valid-fraction"
-                )
+                overlapping.append(source.name)
             found.append(source)
     yield Corpus(
         sources=tuple(found),
@@ -221,6 +221,7 @@ def search_corpus(
         document_per_file=document_per_file,
         valid_every=valid_every,
         skipped=tuple(skipped),
+        overlapping=tuple(overlapping),
     )
 
 

@@ -62,7 +62,7 @@ def character_unit(codec: str) -> int:
 
 
 def settle(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-    """Leave out ends of empty documents and chunks without text; an end goes with its document's last byte."""
+    """Leave out ends of empty documents and empty chunks; an end goes with its document's last byte."""
     last: Chunk | None = None
     is_open = False  # there is text since the last end
     n_skipped = n_replaced = 0

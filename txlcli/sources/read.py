@@ -378,12 +378,12 @@ def _read_encoded(
         place += len(block)
         n_replaced, source_bytes, spread = 0, len(block), None
         if sized or (errors == "replace" and REPLACEMENT in text):
-            if taken == 0 and len(text) == len(block) and not state[0] and not decoder.getstate()[0]:
-                sizes = np.ones(len(text), dtype=np.uint32)
-            elif (
-                known := _look_up(source.codec, text, state, decoder.getstate(), block, lengths)
-            ) is not None:
-                sizes, taken = known, len(decoder.getstate()[0])
+            after = decoder.getstate()
+            # After bytes that were wrong more may be taken than wait in the decoder.
+            is_regular = taken == len(state[0])
+            known = _look_up(source.codec, text, state, after, block, lengths) if is_regular else None
+            if known is not None:
+                sizes, taken = known, len(after[0])
             else:
                 again = codecs.getincrementaldecoder(source.codec)(errors)
                 again.setstate(state)

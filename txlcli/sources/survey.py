@@ -100,7 +100,7 @@ def survey(
 
 
 class _Tally:
-    """Counts text on its way: its bytes in the files, documents that end in it, and how many by a separator."""
+    """Counts text on its way: bytes of the files, documents that end, and how many by a separator."""
 
     def __init__(self) -> None:
         self.n_bytes = self.n_replaced = self.n_documents = self.n_separated = 0

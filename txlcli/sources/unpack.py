@@ -20,6 +20,8 @@ ZSTD_SLICE_BYTES = 1 << 10
 XZ_MEMORY_BYTES = 1 << 29
 MAGIC_BYTES = 10
 
+_REMEDY = "give the whole file as it was packed"
+
 _MAGIC: Mapping[Packing, re.Pattern[bytes]] = {
     "gzip": re.compile(rb"\x1f\x8b\x08"),
     "xz": re.compile(rb"\xfd7zXZ\0"),
@@ -67,7 +69,7 @@ def unpack(fd: int, packing: Packing, name: str) -> Iterator[Piece]:
             if not data:
                 raise Damaged(
                     f"{name}: {packing} file cut short at byte {place:,}, after {n_unpacked:,} unpacked "
-                    "bytes; give the whole file"
+                    f"bytes; {_REMEDY}"
                 )
         if member is None:
             if n_members:
@@ -81,7 +83,7 @@ def unpack(fd: int, packing: Packing, name: str) -> Iterator[Piece]:
                 got = " ".join(f"0x{byte:02x}" for byte in data[:4])
                 raise Damaged(
                     f"{name}: {packing} file damaged at byte {place - len(data):,}, where another stream "
-                    f"should begin, after {n_unpacked:,} unpacked bytes; got {got}; give the file as it was packed"
+                    f"should begin, after {n_unpacked:,} unpacked bytes; got {got}; {_REMEDY}"
                 )
             member, n_members = make(name), n_members + 1
         try:
@@ -90,7 +92,7 @@ def unpack(fd: int, packing: Packing, name: str) -> Iterator[Piece]:
             why = str(error).rsplit(": ", 1)[-1]
             raise Damaged(
                 f"{name}: {packing} file damaged between bytes {place - len(data):,} and {place:,}, "
-                f"after {n_unpacked:,} unpacked bytes; {why[:1].lower()}{why[1:]}; give the file as it was packed"
+                f"after {n_unpacked:,} unpacked bytes; got {why[:1].lower()}{why[1:]}; {_REMEDY}"
             ) from None
         data = rest
         if out:
