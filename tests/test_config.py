@@ -103,6 +103,14 @@ def configs(draw: st.DrawFn) -> Config:
         values["clamp_len"] = None
     if values["tokenizer"] not in ("byte", "char"):
         values["spaces"] = "keep"
+    if values["document_separator"] is not None:
+        values["document_separator"] = draw(st.sampled_from([r"\n\n", "<|end|>", r"\t\\\r", "\n"]))
+    rules = [name for name in ("text_field", "document_separator", "document_per_file") if values[name]]
+    values.update({name: False if name == "document_per_file" else None for name in rules[1:]})
+    if not rules:
+        values["valid_every"] = None
+    if values["valid_every"] is not None:
+        values.update(valid=None, valid_fraction=None)
     values["newlines"] = {"drop": "keep"}.get(values["newlines"], values["newlines"])
     if values["tokenizer"] != "word":
         values["newlines"] = "keep" if values["tokenizer"] == "sentencepiece" else "drop"

@@ -173,7 +173,7 @@ def test_bytes_that_are_no_text_are_refused_with_their_place(
     name = write(tmp_path, data)
     for n in (1, 2, 3, 5, 1 << 20):
         small_chunks(n)
-        corpus = find_corpus([name], encoding=encoding)
+        corpus = find_corpus([name], encoding=encoding, packed="keep")
         with pytest.raises(UserError) as caught:
             run_survey(corpus)
         assert str(caught.value) == f"{name}: {fault}"
@@ -466,7 +466,7 @@ def test_bytes_that_are_no_text_are_split_too(
     tmp_path_factory: pytest.TempPathFactory, data: bytes, wanted: int
 ) -> None:
     name = write(tmp_path_factory.getbasetemp(), data, "split.bin")
-    corpus = find_corpus([name], raw=True)
+    corpus = find_corpus([name], raw=True, packed="keep")
     split = find_split(corpus, min(wanted, len(data)))
     assert min(wanted, len(data)) <= split <= len(data)
     assert len(data) - split != 1 or wanted == 0

@@ -64,7 +64,8 @@ def _settings_parameters() -> list[inspect.Parameter]:
         names = leaf.flag if leaf.negative_flag is None else f"{leaf.flag}/{leaf.negative_flag}"
         metavar = leaf.metavar if leaf.negative_flag is None else None
         flag = option(names, metavar=metavar, help=leaf.option_help, panel=leaf.panel)
-        annotation = Annotated[(bool if leaf.kind == "bool" else str) | None, flag]  # type: ignore[valid-type]
+        kind = {"bool": bool, "paths": list[str]}.get(leaf.kind, str)
+        annotation = Annotated[kind | None, flag]  # type: ignore[valid-type]
         parameters.append(
             inspect.Parameter(leaf.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
         )

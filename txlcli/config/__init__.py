@@ -29,6 +29,7 @@ from txlcli.config.sections import (
     from_flags,
     leaf,
     override,
+    unescape,
 )
 from txlcli.config.setting import DEFAULT, FLAG, Leaf, Settings, Sourced, check, parse, shown
 from txlcli.config.yaml_file import dump, find_preset, load, presets, read_origins, read_settings
@@ -66,4 +67,5 @@ __all__ = [
     "read_origins",
     "read_settings",
     "shown",
+    "unescape",
 ]

@@ -54,6 +54,36 @@ class DataConfig:
     """The text, its split and its tokenizer."""
 
     corpus: tuple[str, ...] = option((), "text files, folders, or - for standard input", metavar="CORPUS...")
+    include: tuple[str, ...] = option(
+        (),
+        "of files in folders, only those whose path within matches this; may be repeated",
+        metavar="GLOB",
+        more="Patterns are those of shells, in which * stands for / too: *.txt, books/*, */chapter-?.md.",
+    )
+    exclude: tuple[str, ...] = option(
+        (),
+        "of files in folders, none whose path within matches this; may be repeated",
+        metavar="GLOB",
+        more="As include, and stronger. A folder that matches is not looked into.",
+    )
+    packed: Literal["unpack", "keep"] = option(
+        "unpack",
+        "how files packed with gzip, xz, bz2 or zstd are read",
+        more="unpack: what they hold, also with tokenizer byte; they are told by content, not by name. "
+        "keep: their own bytes.",
+    )
+    text_field: str | None = option(
+        None,
+        "files are JSON lines; the field that holds each document's text",
+        metavar="NAME",
+    )
+    document_separator: str | None = option(
+        None,
+        "text that stands between documents and belongs to none",
+        more=r"\n, \t, \r and \\ stand for a newline, a tab, a carriage return and a backslash: "
+        r"\n\n, or <|endoftext|>. A file's end ends a document too.",
+    )
+    document_per_file: bool = option(False, "each file is one document")
     tokenizer: Literal["byte", "char", "word", "sentencepiece"] = option(
         "sentencepiece", "unit of the vocabulary", is_planned=True, shapes_weights=True
     )
@@ -87,7 +117,14 @@ class DataConfig:
         min=0,
         below=1,
         metavar="F",
-        more="0: nothing is held out, and the last checkpoint counts as best.",
+        more="0: nothing is held out, and the last checkpoint counts as best. Where the text has documents, "
+        "the part begins with one, if that makes it neither under half nor over twice as long.",
+    )
+    valid_every: int | None = option(
+        None,
+        "hold out every so many-th document, in place of the corpus' end",
+        min=2,
+        more="Needs documents: text_field, document_separator or document_per_file.",
     )
     test: str | None = option(None, "text file for a final score, never used in training", metavar="FILE")
     init: str | None = option(None, "run whose weights and tokenizer to start from", metavar="RUN")
@@ -113,6 +150,54 @@ class DataConfig:
                 ["spaces", "tokenizer"],
                 f"spaces underscore needs tokenizer byte or char; got {self.tokenizer}",
             )
+        self._check_documents()
+
+    def _check_documents(self) -> None:
+        by_rule = {
+            "text_field": self.text_field is not None,
+            "document_separator": self.document_separator is not None,
+            "document_per_file": self.document_per_file,
+        }
+        rules = [name for name, is_set in by_rule.items() if is_set]
+        if len(rules) > 1:
+            raise SettingError(rules, f"{rules[0]} cannot go with {rules[1]}; give one rule for documents")
+        if self.document_separator is not None:
+            try:
+                unescape(self.document_separator).encode(self.encoding)
+            except UnicodeError:
+                raise SettingError(
+                    ["document_separator", "encoding"],
+                    f"document_separator {quoted(self.document_separator)} cannot be written in "
+                    f"{self.encoding}; choose one that stands in the text",
+                ) from None
+        if self.valid_every is not None:
+            if not rules:
+                raise SettingError(
+                    ["valid_every"],
+                    "needs documents; give text_field, document_separator or document_per_file too",
+                )
+            for name in ("valid", "valid_fraction"):
+                if getattr(self, name) is not None:
+                    raise SettingError(
+                        ["valid_every", name], f"valid_every cannot go with {name}; give one of them"
+                    )
+
+
+def unescape(text: str) -> str:
+    r"""Read `\n`, `\t`, `\r` and `\\` in a separator of documents.
+
+    Raises:
+        SettingError: another character follows a backslash.
+    """
+    known = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
+    parts = re.split(r"\\(.?)", text, flags=re.DOTALL)
+    for escape in parts[1::2]:
+        if escape not in known:
+            raise SettingError(
+                ["document_separator"],
+                rf"must have \n, \t, \r or \\ where a backslash is; got {quoted(text)}; write \\ for one",
+            )
+    return "".join(known[part] if index % 2 else part for index, part in enumerate(parts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -449,7 +534,11 @@ PANELS: Mapping[str, str] = {
 }
 LENGTHS = ("steps", "epochs", "minutes")
 # Of each group one is given; a flag replaces whichever a file gives.
-_EXCLUSIVE = (LENGTHS, ("valid", "valid_fraction"))
+_EXCLUSIVE = (
+    LENGTHS,
+    ("valid", "valid_fraction", "valid_every"),
+    ("text_field", "document_separator", "document_per_file"),
+)
 
 LEAVES: tuple[Leaf, ...] = tuple(
     leaf for section, cls in SECTIONS.items() for leaf in leaves_of(section, PANELS[section], cls)
@@ -497,8 +586,8 @@ def from_flags(values: Mapping[str, object]) -> Settings:
 def override(base: Settings, changes: Settings) -> Settings:
     """Lay changes over settings.
 
-    A length replaces any other length, a held-out file the fraction, and a scheme of positions what another
-    had of its own.
+    A length replaces any other length, a way to hold out text any other, a rule for documents any other, and
+    a scheme of positions what another had of its own.
     """
     dropped = {name for group in _EXCLUSIVE if any(name in changes for name in group) for name in group}
     if "position" in changes:

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
     from txlcli.config import DataConfig, ModelConfig
     from txlcli.evaluate import Score
-    from txlcli.train import Evaluated, Event, Finished, FirstLine, Planned, PlanSummary, Stepped
+    from txlcli.sources import Corpus, Source, Survey
+    from txlcli.train import Evaluated, Event, Finished, FirstLine, Found, Planned, PlanSummary, Stepped
+
+_LISTED = 10
+"""Files that a plan lists one by one."""
 
 _LINES_PER_RUN = 30
 """Progress lines that a run writes to a stream that is no terminal."""
@@ -59,7 +63,7 @@ class Training:
         if isinstance(event, train.Finished):
             self._close_bars()
             self._finished(event)
-        elif isinstance(event, train.Planned | train.FirstLine):
+        elif isinstance(event, train.Planned | train.FirstLine | train.Found):
             self._close_bars()
             self._planned(event)
         elif isinstance(event, train.Ready):
@@ -85,12 +89,14 @@ class Training:
         elif isinstance(event, train.Skipped):
             self._line(self.screen.noted(f"step {event.step:,}: no update, {event.reason}"))
 
-    def _planned(self, event: "Planned | FirstLine") -> None:
+    def _planned(self, event: "Planned | FirstLine | Found") -> None:
         from txlcli import train
 
         screen = self._plan_screen
         if isinstance(event, train.Planned):
             screen.draw(_panel("plan", plan_facts(event.summary), screen))
+        elif isinstance(event, train.Found):
+            screen.draw(facts_table(found_facts(event)))
         else:
             screen.draw(facts_table(first_line_facts(event)))
 
@@ -208,6 +214,56 @@ def plan_facts(summary: "PlanSummary") -> list[tuple[str, str]]:
         end = time.strftime("%H:%M", time.localtime(time.time() + summary.expected_s))
         facts.append(("end", f"about {end}, in {duration_text(summary.expected_s)}"))
     return facts
+
+
+def found_facts(event: "Found") -> list[tuple[str, str]]:
+    """Which files were found and skipped, their documents, and what is held out, in named lines."""
+    corpus, found = event.corpus, event.survey
+    facts = _list_facts("sources", [_source_text(source) for source in corpus.sources])
+    facts += _list_facts("skipped", [f"{one_line(str(path))} · {why}" for path, why in corpus.skipped])
+    if found.n_documents is not None:
+        facts.append(("documents", f"{found.n_documents:,} · {_documents_text(corpus)}"))
+    facts.append(("held out", _held_out_text(corpus, found, event.valid)))
+    if event.test is not None:
+        facts += _list_facts("test", [_source_text(source) for source in event.test.sources])
+    return facts
+
+
+def _list_facts(name: str, values: Sequence[str]) -> list[tuple[str, str]]:
+    """The first of some values below one another, and how many there are where that is not seen."""
+    shown = [*values[:_LISTED]]
+    if len(values) > _LISTED:
+        shown.append(f"and {len(values) - _LISTED:,} more; {len(values):,} in all")
+    return [(name if index == 0 else "", value) for index, value in enumerate(shown)]
+
+
+def _source_text(source: "Source") -> str:
+    packing = ""
+    if source.packing != "none":
+        packing = f" unpacked · {source.packing}, {size_text(source.stored_bytes)} packed"
+    return f"{source.name} · {size_text(source.n_bytes)}{packing} · {source.codec}"
+
+
+def _documents_text(corpus: "Corpus") -> str:
+    """What a document is."""
+    if corpus.text_field is not None:
+        return f"JSON lines, field {one_line(corpus.text_field)}"
+    if corpus.document_separator is not None:
+        return f"separated by {one_line(corpus.document_separator)}"
+    return "one per file"
+
+
+def _held_out_text(corpus: "Corpus", found: "Survey", valid: "Corpus | None") -> str:
+    if valid is not None:
+        return f"{valid.name} · {size_text(valid.n_bytes)}"
+    if not found.n_valid_bytes:
+        return "nothing"
+    size, n = size_text(found.n_valid_bytes), found.n_valid_documents
+    documents = "" if n is None else f" · {n:,} document{'s' * (n != 1)}"
+    if corpus.valid_every is not None:
+        return f"the last of every {corpus.valid_every:,} documents · {size}{documents}"
+    share = f"{found.n_valid_bytes / found.n_bytes:.1%}"
+    return f"the last {share} · {size} from byte {found.split_at:,} on{documents}"
 
 
 def _text_rules(data: "DataConfig") -> str:

@@ -1,41 +1,36 @@
 """Bytes and text out of files, folders and stdin.
 
-A corpus is its files end to end; a position in it is a byte of the files as they are on disk. Text
-leaves this package as UTF-8 cut at characters, whatever its encoding was, with the bytes that each
-character took before; newlines may be left out of it and spaces read as underscores, as published results
-have it (`convert`).
+A corpus is its files end to end; a position in it is a byte of the files as they are on disk, or of what
+packed ones unpack to. Text leaves this package as UTF-8 cut at characters, whatever its encoding was, with
+the bytes that each character took before; newlines may be left out of it and spaces read as underscores, as
+published results have it (`convert`). Where a corpus has documents, their ends are marked.
 """
 
+from txlcli.sources.chunk import Chunk, character_ends, code_points, complete_utf8, convert
 from txlcli.sources.corpus import (
     Corpus,
     Newlines,
+    Progress,
     Source,
     Spaces,
     check_unchanged,
     find_byte,
     find_corpus,
     find_encoding,
+    search_corpus,
 )
-from txlcli.sources.read import (
-    Chunk,
-    character_ends,
-    code_points,
-    complete_utf8,
-    convert,
-    find_split,
-    read_chunks,
-    read_text,
-)
+from txlcli.sources.documents import Part
+from txlcli.sources.read import find_split, read_chunks, read_text
 from txlcli.sources.survey import (
     VALID_BYTES_MAX,
     VALID_FRACTION,
-    Progress,
     Survey,
     guess_script,
     held_out_start,
     survey,
     told_replaced,
 )
+from txlcli.sources.unpack import Packing
 
 __all__ = [
     "VALID_BYTES_MAX",
@@ -43,6 +38,8 @@ __all__ = [
     "Chunk",
     "Corpus",
     "Newlines",
+    "Packing",
+    "Part",
     "Progress",
     "Source",
     "Spaces",
@@ -60,6 +57,7 @@ __all__ = [
     "held_out_start",
     "read_chunks",
     "read_text",
+    "search_corpus",
     "survey",
     "told_replaced",
 ]

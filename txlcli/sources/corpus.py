@@ -3,14 +3,18 @@
 import codecs
 import difflib
 import encodings.aliases
+import fnmatch
+import functools
 import os
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, ParamSpec, TypeAlias
 
 from txlcli import UserError, files
+from txlcli.sources.unpack import Damaged, Packing, find_packing, unpack
 
 CHUNK_BYTES = 1 << 20
 # A file is taken for binary if a NUL byte stands in its first bytes, as git does.
@@ -21,13 +25,26 @@ WIDE = ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be")
 Newlines: TypeAlias = Literal["keep", "drop", "eos"]
 Spaces: TypeAlias = Literal["keep", "underscore"]
 
+_P = ParamSpec("_P")
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a pass over files is, in their bytes; `total_bytes` 0: not known."""
+
+    stage: str
+    done_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
     """One file of a corpus.
 
-    `name` is what the user calls it, `path` what is opened, `codec` the encoding with its byte order
-    settled, and `n_mark` the bytes of a leading byte-order mark, which are no part of the text.
+    `name` is what the user calls it, on one line, `path` what is opened, `codec` the encoding with its byte
+    order settled, and `n_mark` the bytes of a leading byte-order mark, which are no part of the text.
+    `n_bytes` counts what is read: of a packed file (`packing`) what it unpacks to. All positions are bytes of
+    that. `stored_bytes`, `mtime_ns`, `ctime_ns`, `device` and `inode` are the file's own on the disk.
     """
 
     name: str
@@ -36,6 +53,16 @@ class Source:
     mtime_ns: int
     codec: str
     n_mark: int
+    packing: Packing = "none"
+    stored_bytes: int
+    ctime_ns: int
+    device: int
+    inode: int
+
+    @property
+    def place(self) -> str:
+        """What messages call the text in which they name a byte: the file, or what it unpacks to."""
+        return self.name if self.packing == "none" else f"{self.name} (unpacked)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +70,14 @@ class Corpus:
     """Files that are read as one text or, with `raw`, as bytes that need not be text.
 
     `newlines` and `spaces` say how their text is read, as in `convert`. `skipped` lists what was met in
-    folders and is not read, with the reason.
+    folders and is not read, with the reason, `overlapping` what was named though it is also held out.
+
+    A corpus has documents by at most one of three rules. `text_field`: files are JSON lines, each line an
+    object whose field of that name is a document's text; blank lines are none. `document_separator`: a
+    document ends where this text stands, which belongs to none, and at the end of a file; it is looked for
+    before `newlines` and `spaces` change anything, from each file's start, without overlap; in raw bytes it
+    is the bytes that it has in `encoding`. `document_per_file`: each file is one. With `valid_every` n the
+    documents n - 1, 2 n - 1, ..., counted from 0 over those that are not empty, are held out.
     """
 
     sources: tuple[Source, ...]
@@ -52,7 +86,12 @@ class Corpus:
     raw: bool = False
     newlines: Newlines = "keep"
     spaces: Spaces = "keep"
+    text_field: str | None = None
+    document_separator: str | None = None
+    document_per_file: bool = False
+    valid_every: int | None = None
     skipped: tuple[tuple[Path, str], ...] = ()
+    overlapping: tuple[str, ...] = ()
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -61,8 +100,18 @@ class Corpus:
 
     @property
     def n_bytes(self) -> int:
-        """The bytes of all files."""
+        """The bytes of all files, of packed ones unpacked."""
         return sum(source.n_bytes for source in self.sources)
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether the text is known to consist of documents."""
+        return self.text_field is not None or self.document_separator is not None or self.document_per_file
+
+    @property
+    def reads_bytes(self) -> bool:
+        """Whether the files are read as bytes as they are; JSON is text also where bytes are wanted."""
+        return self.raw and self.text_field is None
 
     @property
     def name(self) -> str:
@@ -74,12 +123,21 @@ class Corpus:
     def notices(self) -> tuple[str, ...]:
         """What a user should know about the choice of files, one line each."""
         marked = [source.name for source in self.sources if source.n_mark]
-        dropped = [f"{_list_some(marked)}: the leading byte-order mark is no text and is dropped"]
-        left = [f"{_list_some([f'{path} ({why})' for path, why in self.skipped])}: skipped"]
-        return tuple(dropped * bool(marked) + left * bool(self.skipped))
+        packed = [f"{source.name} ({source.packing})" for source in self.sources if source.packing != "none"]
+        left = [f"{printable(str(path))} ({why})" for path, why in self.skipped]
+        told = (
+            (marked, "the leading byte-order mark is no text and is dropped"),
+            (
+                packed,
+                "read unpacked" + (", not byte for byte; --packed keep does" if self.reads_bytes else ""),
+            ),
+            (left, "skipped"),
+            (list(self.overlapping), "is learned from and scored too, so that its scores are too good"),
+        )
+        return tuple(f"{_list_some(names)}: {what}" for names, what in told if names)
 
 
-def find_corpus(
+def search_corpus(
     paths: Sequence[str],
     *,
     encoding: str = "utf-8",
@@ -87,45 +145,117 @@ def find_corpus(
     raw: bool = False,
     newlines: Newlines = "keep",
     spaces: Spaces = "keep",
+    packed: Literal["unpack", "keep"] = "unpack",
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    text_field: str | None = None,
+    document_separator: str | None = None,
+    document_per_file: bool = False,
+    valid_every: int | None = None,
+    held_out: Sequence[Corpus] = (),
     stdin_copy: Path | None = None,
-) -> Corpus:
-    """Find the files behind what a user named: files, folders and `-` for stdin.
+) -> Iterator[Progress | Corpus]:
+    """Find the files behind what a user named: files, folders, `-` for stdin; the last event is the corpus.
 
     Folders are walked in sorted order; what is hidden, binary (unless `raw`), empty, unreadable or no
     regular file in them is skipped and listed. A file that was named itself is taken as it is, or
     refused. Stdin is first copied to `stdin_copy`.
 
+    Of the files in folders those are taken whose path within the folder matches one of the patterns
+    `include`, where there are any, and none of `exclude`; a folder that matches `exclude` is not looked
+    into. Patterns are those of shells, in which `*` stands for `/` too: `*.txt`, `drafts/*`.
+
+    Packed files (gzip, xz, bz2, zstd) are told by their content, whatever their names, and are read unpacked,
+    unless `packed` is `keep`; for their sizes they are unpacked once here. Files of the corpora `held_out`
+    are skipped in folders.
+
     Raises:
-        UserError: a path is missing, unreadable, empty or no file, or there is no text behind it; or
-            there is no such encoding.
+        UserError: a path is missing, unreadable, empty or no file, there is no text behind it, or a packed
+            file is cut or damaged, in a folder too; or there is no such encoding.
     """
     codec = find_encoding(encoding)
     if not paths:
         raise UserError("no text is named; give files, a folder, or `-` for stdin: txl train corpus.txt")
+    rules = _Rules(
+        codec=codec,
+        raw=raw,
+        has_marks=not raw or text_field is not None,
+        packed=packed,
+        include=_compile(include),
+        exclude=_compile(exclude),
+        held_out=frozenset((source.device, source.inode) for one in held_out for source in one.sources),
+    )
     found: list[Source] = []
     skipped: list[tuple[Path, str]] = []
+    overlapping: list[str] = []
     for name in paths:
         if name == "-":
-            found.append(_copy_stdin(stdin_copy, codec, raw))
+            source = yield from _copy_stdin(stdin_copy, rules)
+            found.append(source)
         elif files.is_folder(Path(name)):
             n_before = len(found)
-            found.extend(_search_folder(Path(name), codec, raw, skipped))
+            for one in _search_folder(Path(name), rules, skipped):
+                if isinstance(one, Source):
+                    found.append(one)
+                else:
+                    yield one
             if len(found) == n_before:
                 why = _list_some([f"{path} ({why})" for path, why in skipped])
                 raise UserError(
                     f"{name}: no text in this folder; " + (f"skipped {why}" if why else "it is empty")
                 )
         else:
-            found.append(_open_source(name, Path(name), codec, raw)[0])
-    return Corpus(
+            source, _ = yield from _open_source(name, Path(name), rules)
+            if (source.device, source.inode) in rules.held_out:
+                overlapping.append(source.name)
+            found.append(source)
+    yield Corpus(
         sources=tuple(found),
         encoding=codec,
         errors=errors,
         raw=raw,
         newlines=newlines,
         spaces=spaces,
+        text_field=text_field,
+        document_separator=document_separator,
+        document_per_file=document_per_file,
+        valid_every=valid_every,
         skipped=tuple(skipped),
+        overlapping=tuple(overlapping),
     )
+
+
+def _last_of(search: Callable[_P, Iterator[Progress | Corpus]]) -> Callable[_P, Corpus]:
+    @functools.wraps(search)
+    def find(*args: _P.args, **kwargs: _P.kwargs) -> Corpus:
+        *_, last = search(*args, **kwargs)
+        assert isinstance(last, Corpus)
+        return last
+
+    return find
+
+
+find_corpus = _last_of(search_corpus)
+"""`search_corpus` without the progress."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rules:
+    """What decides whether and how a file is read; patterns None: none are given."""
+
+    codec: str
+    raw: bool
+    has_marks: bool
+    packed: Literal["unpack", "keep"]
+    include: re.Pattern[str] | None
+    exclude: re.Pattern[str] | None
+    held_out: frozenset[tuple[int, int]]
+
+
+def _compile(patterns: Sequence[str]) -> re.Pattern[str] | None:
+    if not patterns:
+        return None
+    return re.compile("|".join(fnmatch.translate(pattern.rstrip("/") or "/") for pattern in patterns))
 
 
 def find_encoding(name: str) -> str:
@@ -153,12 +283,15 @@ def find_encoding(name: str) -> str:
 
 
 def find_byte(corpus: Corpus, start: int, n_bytes: int) -> tuple[str, int]:
-    """Name the file, and its byte, that comes `n_bytes` of text after the corpus' byte `start`."""
+    """Name the file, and its byte, that comes `n_bytes` of text after the corpus' byte `start`.
+
+    Separators count among these bytes, and all else that is left out but the leading mark.
+    """
     base = 0
     for source in corpus.sources:
         begin = max(start - base, source.n_mark)
         if begin + n_bytes < source.n_bytes:
-            return source.name, begin + n_bytes
+            return source.place, begin + n_bytes
         n_bytes -= max(source.n_bytes - begin, 0)
         base += source.n_bytes
     raise AssertionError("beyond the corpus")
@@ -176,60 +309,96 @@ def check_unchanged(corpus: Corpus) -> tuple[str, ...]:
             status = source.path.stat()
         except OSError as error:
             raise UserError(f"{source.name}: cannot be read; {files.describe_error(error)}") from error
-        if status.st_size < source.n_bytes:
+        if status.st_size < source.stored_bytes:
             raise became_shorter(source, status.st_size)
-        if (status.st_size, status.st_mtime_ns) != (source.n_bytes, source.mtime_ns):
+        if (status.st_size, status.st_mtime_ns) != (source.stored_bytes, source.mtime_ns):
+            kind = "bytes" if source.packing == "none" else "unpacked bytes"
             notices.append(
-                f"{source.name}: changed while it was read; its first {source.n_bytes:,} bytes are used"
+                f"{source.name}: changed while it was read; its first {source.n_bytes:,} {kind} are used"
             )
     return tuple(notices)
 
 
-def became_shorter(source: Source, n_bytes: int) -> UserError:
+def became_shorter(source: Source, stored_bytes: int) -> UserError:
     """Word the refusal of a file that was cut while it was read."""
     return UserError(
-        f"{source.name}: became shorter while it was read; got {n_bytes:,} bytes, had {source.n_bytes:,}; "
-        "start again when nothing writes to it"
+        f"{source.name}: became shorter while it was read; got {stored_bytes:,} bytes, had "
+        f"{source.stored_bytes:,}; start again when nothing writes to it"
     )
 
 
-def _copy_stdin(copy: Path | None, codec: str, raw: bool) -> Source:
+def printable(name: str) -> str:
+    """Put a name on one line: escapes for what cannot be printed."""
+    return name if name.isprintable() else name.encode("unicode_escape").decode()
+
+
+def _copy_stdin(copy: Path | None, rules: _Rules) -> Generator[Progress, None, Source]:
     if copy is None:
         raise UserError("-: stdin cannot be read here; give a file")
     with files.open_whole(copy) as file:
+        n_bytes = 0
         while block := sys.stdin.buffer.read(CHUNK_BYTES):
             file.write(block)
-    return _open_source("-", copy, codec, raw)[0]
+            n_bytes += len(block)
+            yield Progress("reading standard input", n_bytes, 0)
+    source, _ = yield from _open_source("-", copy, rules)
+    return source
 
 
-def _open_source(name: str, path: Path, codec: str, raw: bool) -> tuple[Source, bytes]:
-    """Look at a file and return it with its first bytes."""
+def _open_source(name: str, path: Path, rules: _Rules) -> Generator[Progress, None, tuple[Source, bytes]]:
+    """Look at a file and return it with its first bytes; a packed one is unpacked for its size."""
     try:
         status = path.stat()
         kind = files.describe_kind(status.st_mode)
         if kind is not None:
-            raise UserError(f"{name}: is {kind}, not a file; send its text to stdin: ... | txl train -")
+            raise UserError(
+                f"{printable(name)}: is {kind}, not a file; send its text to stdin: ... | txl train -"
+            )
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         try:
-            head = files.read_at(fd, SNIFF_BYTES, 0)
+            head, n_bytes = files.read_at(fd, SNIFF_BYTES, 0), status.st_size
+            packing: Packing = find_packing(head) if rules.packed == "unpack" else "none"
+            if packing != "none":
+                head, n_bytes = yield from _unpack_once(fd, packing, printable(name), status.st_size)
         finally:
             os.close(fd)
     except OSError as error:
-        raise UserError(f"{name}: cannot be read; {files.describe_error(error)}") from error
+        raise UserError(f"{printable(name)}: cannot be read; {files.describe_error(error)}") from error
     except ValueError as error:  # a NUL byte in the name
         raise UserError(f"{name!r}: cannot be read; {files.describe_error(error)}") from error
     if not head:
-        raise UserError(f"{name}: is empty; give a file with some text")
-    settled, n_mark = _settle_codec(head, codec)
+        raise UserError(f"{printable(name)}: is empty; give a file with some text")
+    settled, n_mark = _settle_codec(head, rules.codec)
     source = Source(
-        name=name,
+        name=printable(name),
         path=path,
-        n_bytes=status.st_size,
+        # What a writer appends meanwhile is not read.
+        n_bytes=n_bytes,
         mtime_ns=status.st_mtime_ns,
         codec=settled,
-        n_mark=0 if raw else n_mark,
+        n_mark=n_mark if rules.has_marks else 0,
+        packing=packing,
+        stored_bytes=status.st_size,
+        ctime_ns=status.st_ctime_ns,
+        device=status.st_dev,
+        inode=status.st_ino,
     )
     return source, head
+
+
+def _unpack_once(
+    fd: int, packing: Packing, name: str, stored_bytes: int
+) -> Generator[Progress, None, tuple[bytes, int]]:
+    """Return the first bytes of a packed file and how many there are, having checked all of them."""
+    head, n_bytes, told = b"", 0, 0
+    for piece in unpack(fd, packing, name):
+        if len(head) < SNIFF_BYTES:
+            head += piece.data[: SNIFF_BYTES - len(head)]
+        n_bytes += len(piece.data)
+        if n_bytes - told >= CHUNK_BYTES:
+            told = n_bytes
+            yield Progress(f"unpacking {name}", piece.place, stored_bytes)
+    return head, n_bytes
 
 
 def _settle_codec(head: bytes, codec: str) -> tuple[str, int]:
@@ -248,26 +417,46 @@ def _settle_codec(head: bytes, codec: str) -> tuple[str, int]:
     return candidates[0], 0
 
 
-def _search_folder(folder: Path, codec: str, raw: bool, skipped: list[tuple[Path, str]]) -> Iterator[Source]:
-    for path in _walk(folder, skipped):
+def _search_folder(
+    folder: Path, rules: _Rules, skipped: list[tuple[Path, str]]
+) -> Iterator[Progress | Source]:
+    for path in _walk(folder, rules, skipped):
+        name = str(path)
         try:
-            source, head = _open_source(str(path), path, codec, raw)
+            source, head = yield from _open_source(name, path, rules)
+        except Damaged:
+            raise
         except UserError as error:
+            prefix = f"{printable(name)}: "
             skipped.append(
-                (path, str(error).removeprefix(f"{path}: ").removeprefix("cannot be read; ").split(";")[0])
+                (path, str(error).removeprefix(prefix).removeprefix("cannot be read; ").split(";")[0])
             )
             continue
-        if not raw and codec not in WIDE and b"\0" in head:
+        if (source.device, source.inode) in rules.held_out:
+            skipped.append((path, "held out"))
+        elif not rules.raw and rules.codec not in WIDE and b"\0" in head:
             skipped.append((path, "binary: it holds NUL bytes"))
-            continue
-        yield source
+        else:
+            yield source
 
 
-def _walk(folder: Path, skipped: list[tuple[Path, str]]) -> Iterator[Path]:
+def _walk(folder: Path, rules: _Rules, skipped: list[tuple[Path, str]]) -> Iterator[Path]:
     """Yield the files of a folder in sorted order; links to folders are not followed, so loops cannot be."""
 
     def note_unreadable(error: OSError) -> None:
         skipped.append((Path(os.fsdecode(error.filename)), files.describe_error(error)))
+
+    def refuse(inner: str, name: str, *, is_folder: bool) -> str | None:
+        """Say why something is not taken, None: it is."""
+        if name.startswith("."):
+            return "hidden"
+        if is_folder and Path(folder, inner).is_symlink():
+            return "a link to a folder"
+        if rules.exclude is not None and rules.exclude.fullmatch(inner):
+            return "excluded"
+        if not is_folder and rules.include is not None and not rules.include.fullmatch(inner):
+            return "not included"
+        return None
 
     for place, folders, names in os.walk(folder, onerror=note_unreadable):
         if "config.yaml" in names and "checkpoints" in folders:
@@ -275,13 +464,17 @@ def _walk(folder: Path, skipped: list[tuple[Path, str]]) -> Iterator[Path]:
             skipped.append((Path(place), "a run"))
             folders.clear()
             continue
-        for name in sorted(folders + names):
-            if name.startswith("."):
-                skipped.append((Path(place, name), "hidden"))
-            elif name in folders and Path(place, name).is_symlink():
-                skipped.append((Path(place, name), "a link to a folder"))
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(place, name) for name in sorted(names) if not name.startswith("."))
+        base = Path(place).relative_to(folder).as_posix()
+        within = "" if base == "." else f"{base}/"
+        refused = {
+            name: why
+            for is_folder, some in ((True, folders), (False, names))
+            for name in some
+            if (why := refuse(within + name, name, is_folder=is_folder)) is not None
+        }
+        skipped.extend((Path(place, name), refused[name]) for name in sorted(refused))
+        folders[:] = sorted(name for name in folders if name not in refused)
+        yield from (Path(place, name) for name in sorted(names) if name not in refused)
 
 
 def _list_some(names: Sequence[str]) -> str:

@@ -1,15 +1,27 @@
 """Text out of files of any encoding, as UTF-8 cut at characters, and where it may be split."""
 
 import codecs
+import functools
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from txlcli import UserError, files
-from txlcli.sources.corpus import CHUNK_BYTES, WIDE, Corpus, Newlines, Source, Spaces, became_shorter
+from txlcli.sources.chunk import (
+    Chunk,
+    Sizes,
+    character_ends,
+    complete_utf8,
+    convert,
+    join_chunks,
+)
+from txlcli.sources.corpus import CHUNK_BYTES, WIDE, Corpus, Source, Spaces, became_shorter
+from txlcli.sources.documents import Part, mark_documents, select, settle
+from txlcli.sources.unpack import unpack
 
 PACKED = {
     b"\x1f\x8b": "a gzip file",
@@ -20,53 +32,23 @@ PACKED = {
     b"%PDF": "a PDF",
 }
 REPLACEMENT = "\ufffd"
-
-Sizes: TypeAlias = npt.NDArray[np.uint32]
-
-
-class Chunk(NamedTuple):
-    """A piece of text as UTF-8 that ends at a character (raw: any bytes), and what it was in the file.
-
-    `sizes[i]` counts the bytes of the file that end with byte i of the text; None: not asked for.
-    `source_bytes` is their sum, `n_replaced` those among them that are no text. `left_out[i]` counts the
-    bytes of the file that stand right before byte i's own and are no part of the text: newlines that are
-    dropped; None: none is left out.
-    """
-
-    text: bytes
-    sizes: Sizes | None
-    source_bytes: int
-    n_replaced: int
-    left_out: npt.NDArray[np.int64] | None = None
-
-    @property
-    def read_bytes(self) -> int:
-        """The bytes of the file up to the last of the text, left out or not."""
-        return self.source_bytes + (0 if self.left_out is None else int(self.left_out.sum()))
+# Encodings whose characters do not stand for themselves: a change of state is written between them.
+_WITH_STATE = ("iso2022", "utf-7", "hz")
 
 
-def convert(text: bytes, newlines: Newlines, spaces: Spaces) -> bytes:
-    r"""Return a text as a run reads it, by its settings `newlines` and `spaces`.
-
-    `drop` leaves every byte `\n` out, so that of `\r\n` the `\r` stays; `eos` is the vocabulary's affair.
-    `underscore` turns spaces into underscores, which cannot be told from the text's own any more.
-    """
-    if newlines == "drop":
-        text = text.replace(b"\n", b"")
-    return text.replace(b" ", b"_") if spaces == "underscore" else text
-
-
-def read_text(corpus: Corpus, start: int, stop: int) -> Iterator[bytes]:
+def read_text(corpus: Corpus, start: int, stop: int, *, part: Part = "all") -> Iterator[bytes]:
     """Yield the text between two bytes of the corpus as UTF-8 chunks of about 1 MB, cut at characters.
 
     Both ends MUST stand at characters, as 0, `n_bytes` and `find_split` do. Raw bytes come as they are. The
-    corpus' `newlines` and `spaces` are applied, also to raw bytes.
+    corpus' `newlines` and `spaces` are applied, also to raw bytes; separators of documents are left out.
+    A packed file is unpacked from its start up to `stop` whatever `start` is.
 
     Raises:
-        UserError: a file cannot be read, has become shorter, or is no text in its encoding under
-            `strict`: the message names file, byte, line and remedy.
+        UserError: a file cannot be read, has become shorter, is damaged, is no text in its encoding under
+            `strict`, or has no JSON lines where these are wanted: the message names file, byte or line, and
+            remedy.
     """
-    for chunk in read_chunks(corpus, start, stop):
+    for chunk in read_chunks(corpus, start, stop, part=part):
         yield chunk.text
 
 
@@ -77,14 +59,44 @@ def read_chunks(
     *,
     sized: bool = False,
     watch: Callable[[bytes], object] | None = None,
+    part: Part = "all",
 ) -> Iterator[Chunk]:
-    """Yield what `read_text` does with its origin; `watch` sees the bytes of the files on their way."""
+    """Yield what `read_text` does with its origin; `watch` sees the files' bytes, unpacked, on their way.
+
+    `part` chooses documents by the corpus' `valid_every`; then `start` MUST be 0 and `stop` `n_bytes`.
+    """
+    chunks = read_documents(corpus, start, stop, sized=sized, watch=watch)
+    if part != "all":
+        assert corpus.valid_every is not None
+        assert (start, stop) == (0, corpus.n_bytes)
+        chunks = select(chunks, corpus.valid_every, part)
+    yield from by_conventions(corpus, chunks)
+
+
+def read_documents(
+    corpus: Corpus,
+    start: int,
+    stop: int,
+    *,
+    sized: bool = False,
+    watch: Callable[[bytes], object] | None = None,
+) -> Iterator[Chunk]:
+    """Yield text with its documents, but not by the corpus' `newlines` and `spaces` yet."""
+    # What a newline or a separator took in the file is known by its size only.
+    sized = sized or corpus.newlines == "drop"
+    if not corpus.has_documents:
+        return _read_files(corpus, start, stop, sized, watch)
+    return settle(_read_files(corpus, start, stop, sized, watch))
+
+
+def by_conventions(corpus: Corpus, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+    """Apply the corpus' `newlines` and `spaces`, and put small chunks together."""
     if corpus.newlines == "drop":
-        # What a newline took in the file is known by its size only.
-        yield from _without_newlines(_read_files(corpus, start, stop, True, watch), corpus.spaces)
-        return
-    for chunk in _read_files(corpus, start, stop, sized, watch):
-        yield chunk._replace(text=convert(chunk.text, corpus.newlines, corpus.spaces))
+        chunks = _without_newlines(chunks, corpus.spaces)
+    elif corpus.spaces != "keep":
+        chunks = (chunk._replace(text=convert(chunk.text, "keep", corpus.spaces)) for chunk in chunks)
+    # Documents may have lost all their text.
+    yield from _gather(settle(chunks) if corpus.has_documents else chunks)
 
 
 def _read_files(
@@ -95,8 +107,34 @@ def _read_files(
         lo, hi = max(start - base, 0), min(stop - base, source.n_bytes)
         base += source.n_bytes
         if lo < hi:
-            read = _read_raw if corpus.raw else _read_utf8 if source.codec == "utf-8" else _read_encoded
-            yield from read(source, lo, hi, corpus.errors, sized, watch)
+            is_utf8 = source.codec == "utf-8"
+            read = _read_raw if corpus.reads_bytes else _read_utf8 if is_utf8 else _read_encoded
+            # Where bytes of text are not those of the file, only sizes tell what a separator took.
+            is_changed = not corpus.reads_bytes and not (is_utf8 and corpus.errors == "strict")
+            is_sized = sized or (is_changed and corpus.has_documents)
+            chunks = read(source, lo, hi, corpus.errors, is_sized, watch)
+            if corpus.has_documents:
+                chunks = mark_documents(
+                    corpus, source, chunks, lo, hi == source.n_bytes, functools.partial(_line_of, source, lo)
+                )
+            yield from chunks
+
+
+def _gather(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+    """Join small chunks, as many small files and documents give them."""
+    waiting: list[Chunk] = []
+    n_waiting = 0
+    for chunk in chunks:
+        if waiting and n_waiting + len(chunk.text) > CHUNK_BYTES:
+            yield join_chunks(waiting)
+            waiting, n_waiting = [], 0
+        waiting.append(chunk)
+        n_waiting += len(chunk.text)
+        if n_waiting > CHUNK_BYTES // 2:
+            yield join_chunks(waiting)
+            waiting, n_waiting = [], 0
+    if waiting:
+        yield join_chunks(waiting)
 
 
 def _without_newlines(chunks: Iterable[Chunk], spaces: Spaces) -> Iterator[Chunk]:
@@ -106,46 +144,120 @@ def _without_newlines(chunks: Iterable[Chunk], spaces: Spaces) -> Iterator[Chunk
         is_kept = np.frombuffer(chunk.text, dtype=np.uint8) != ord("\n")
         before = waiting + np.cumsum(np.where(is_kept, 0, chunk.sizes), dtype=np.int64)
         left_out = np.diff(before[is_kept], prepend=0)
-        waiting = int(before[-1]) - int(left_out.sum())
-        if len(left_out):
+        waiting = (int(before[-1]) if len(before) else waiting) - int(left_out.sum())
+        ends = chunk.document_ends
+        if ends is not None:
+            ends = np.append(0, np.cumsum(is_kept))[ends]
+        if len(left_out) or ends is not None:
             sizes = chunk.sizes[is_kept]
-            text = convert(chunk.text, "drop", spaces)
-            yield Chunk(text, sizes, int(sizes.sum()), chunk.n_replaced, left_out)
+            yield chunk._replace(
+                text=convert(chunk.text, "drop", spaces),
+                sizes=sizes,
+                source_bytes=int(sizes.sum())
+                + (0 if chunk.end_sizes is None else int(chunk.end_sizes.sum())),
+                left_out=left_out,
+                document_ends=ends,
+            )
 
 
 def find_split(corpus: Corpus, wanted: int) -> int:
-    """Move a byte of the corpus forward to the start of a character; it does not depend on the tokenizer.
+    """Move a byte of the corpus to where it may be split; it does not depend on the tokenizer.
 
-    Where the bytes around it are no UTF-8 the byte itself is returned, and `n_bytes` where less than two
-    bytes would remain.
+    With documents that is the start of one nearest to it, if between half and twice as much comes after as
+    wanted; in JSON lines the nearest in any case. Else it is the next start of a character; where the bytes
+    around it are no UTF-8 the byte itself is returned, and `n_bytes` where less than two bytes would remain.
 
     Raises:
         UserError: a file cannot be read.
     """
+    n_bytes = corpus.n_bytes
+    if not 0 < wanted < n_bytes:
+        return wanted
+    if corpus.has_documents:
+        n_after = n_bytes - wanted
+        bounds = [(max(n_bytes - 2 * n_after, 1), n_bytes - max(n_after // 2, 2) + 1)]
+        if corpus.text_field is not None:
+            bounds = [(bounds[0][0], n_bytes - 1), (1, n_bytes - 1)]
+        for lo, hi in bounds:
+            split = _nearest_start(corpus, wanted, lo, hi)
+            if split is not None:
+                return split
+        if corpus.text_field is not None:
+            return n_bytes
     base = 0
     for source in corpus.sources:
         if base < wanted < base + source.n_bytes:
             align = _align_utf8 if source.codec == "utf-8" else _align_encoded
             split = base + align(source, wanted - base)
-            return split if corpus.n_bytes - split >= 2 else corpus.n_bytes
+            return split if n_bytes - split >= 2 else n_bytes
         base += source.n_bytes
     return wanted
 
 
-def code_points(text: bytes) -> npt.NDArray[np.uint32]:
-    """Return the code points of UTF-8 text."""
-    if text.isascii():
-        return np.frombuffer(text, dtype=np.uint8).astype(np.uint32)
-    return np.frombuffer(text.decode().encode("utf-32-le"), dtype="<u4").astype(np.uint32, copy=False)
+def _nearest_start(corpus: Corpus, wanted: int, lo: int, hi: int) -> int | None:
+    """Return the document's start nearest to a byte of the corpus, from `lo` on, before `hi`; None: none."""
+    before, base = None, 0
+    for source in corpus.sources:
+        if base < hi and base + source.n_bytes > lo:
+            for start in _starts(corpus, source, max(lo - base, 0)):
+                place = base + start
+                if place >= hi:
+                    break
+                if place >= wanted:
+                    return before if before is not None and wanted - before < place - wanted else place
+                if place >= lo:
+                    before = place
+        base += source.n_bytes
+    return before
 
 
-def character_ends(text: bytes) -> npt.NDArray[np.bool_]:
-    """Say for each byte of UTF-8 text whether a character ends with it."""
-    ends = np.empty(len(text), dtype=np.bool_)
-    if len(text):
-        ends[:-1] = (np.frombuffer(text, dtype=np.uint8)[1:] & 0xC0) != 0x80
-        ends[-1] = True
-    return ends
+def _starts(corpus: Corpus, source: Source, lo: int) -> Iterator[int]:
+    """Yield the bytes of a file, from `lo` on, at which documents certainly start."""
+    if lo == 0:
+        yield 0
+    if corpus.document_per_file:
+        return
+    # In raw bytes too the text is asked, so that both are split at the same place.
+    mark = "\n" if corpus.text_field is not None else corpus.document_separator
+    assert mark is not None
+    separator = mark.encode()
+    # Two separators may overlap, as in "\n\n\n". One that none overlaps from before ends a document also
+    # for who reads from the file's start, so the search begins early enough to see such.
+    begin = max(lo - 10 * len(separator), source.n_mark)
+    texts: Iterator[tuple[bytes, Sizes | None]]
+    if source.codec == "utf-8":
+        texts = ((block, None) for block in _read_blocks(source, begin, source.n_bytes))
+    else:
+        begin = max(begin if begin == source.n_mark else _align_encoded(source, begin), source.n_mark)
+        chunks = _read_encoded(source, begin, source.n_bytes, "replace", True, None)
+        texts = ((chunk.text, chunk.sizes) for chunk in chunks)
+    place, last = begin, -len(separator)  # of the text that follows `held`; of the last separator in `data`
+    held, held_sizes = b"", np.zeros(0, dtype=np.uint32)
+    for text, sizes in texts:
+        data = held + text
+        if sizes is None:
+            ends = None
+        else:
+            data_sizes = np.concatenate([held_sizes, sizes])
+            ends = np.cumsum(data_sizes)
+        begin_place = place - (len(held) if ends is None else int(held_sizes.sum()))
+        found = data.find(separator)
+        while found >= 0:
+            if found - last >= len(separator):
+                stop = found + len(separator)
+                start = begin_place + (stop if ends is None else int(ends[stop - 1]))
+                if lo <= start < source.n_bytes:
+                    yield start
+            last = found
+            found = data.find(separator, found + 1)
+        n_held = min(len(separator) - 1, len(data))
+        held = data[len(data) - n_held :]
+        last -= len(data) - n_held
+        if sizes is None:
+            place += len(text)
+        else:
+            held_sizes = data_sizes[len(data) - n_held :]
+            place += int(sizes.sum())
 
 
 def _read_blocks(
@@ -156,18 +268,45 @@ def _read_blocks(
     except UserError as error:
         raise UserError(str(error).replace(str(source.path), source.name, 1)) from error
     try:
-        while lo < hi:
-            block = files.read_at(fd, min(CHUNK_BYTES, hi - lo), lo)
-            if not block:
-                raise became_shorter(source, os.fstat(fd).st_size)
+        read = _stored_blocks if source.packing == "none" else _unpacked_blocks
+        for block in read(fd, source, lo, hi):
             if watch is not None:
                 watch(block)
-            lo += len(block)
             yield block
     except OSError as error:
         raise UserError(f"{source.name}: cannot be read; {files.describe_error(error)}") from error
     finally:
         os.close(fd)
+
+
+def _stored_blocks(fd: int, source: Source, lo: int, hi: int) -> Iterator[bytes]:
+    while lo < hi:
+        block = files.read_at(fd, min(CHUNK_BYTES, hi - lo), lo)
+        if not block:
+            raise became_shorter(source, os.fstat(fd).st_size)
+        lo += len(block)
+        yield block
+
+
+def _unpacked_blocks(fd: int, source: Source, lo: int, hi: int) -> Iterator[bytes]:
+    place, parts, n_waiting = 0, [], 0
+    for piece in unpack(fd, source.packing, source.name):
+        if place >= hi:
+            break
+        data = piece.data[max(lo - place, 0) : hi - place]
+        place += len(piece.data)
+        parts.append(data)
+        n_waiting += len(data)
+        if n_waiting >= CHUNK_BYTES:
+            joined = b"".join(parts)
+            n_whole = len(joined) // CHUNK_BYTES * CHUNK_BYTES
+            for start in range(0, n_whole, CHUNK_BYTES):
+                yield joined[start : start + CHUNK_BYTES]
+            parts, n_waiting = [joined[n_whole:]], len(joined) - n_whole
+    if n_waiting:
+        yield b"".join(parts)
+    if place < hi:
+        raise became_shorter(source, os.fstat(fd).st_size)
 
 
 def _read_raw(
@@ -231,6 +370,7 @@ def _read_encoded(
         _decode(decoder, block, source, place, final=False)
         place += len(block)
     taken = 0
+    lengths = np.zeros(sys.maxunicode + 1, dtype=np.uint8)
     for block in _read_blocks(source, place, hi, watch):
         state = decoder.getstate()
         final = place + len(block) == source.n_bytes
@@ -238,8 +378,12 @@ def _read_encoded(
         place += len(block)
         n_replaced, source_bytes, spread = 0, len(block), None
         if sized or (errors == "replace" and REPLACEMENT in text):
-            if taken == 0 and len(text) == len(block) and not state[0] and not decoder.getstate()[0]:
-                sizes = np.ones(len(text), dtype=np.uint32)
+            after = decoder.getstate()
+            # After bytes that were wrong more may be taken than wait in the decoder.
+            is_regular = taken == len(state[0])
+            known = _look_up(source.codec, text, state, after, block, lengths) if is_regular else None
+            if known is not None:
+                sizes, taken = known, len(after[0])
             else:
                 again = codecs.getincrementaldecoder(source.codec)(errors)
                 again.setstate(state)
@@ -259,6 +403,34 @@ class _Measured(NamedTuple):
     text: str
     sizes: Sizes
     taken: int
+
+
+def _look_up(
+    codec: str,
+    text: str,
+    before: tuple[bytes, int],
+    after: tuple[bytes, int],
+    block: bytes,
+    lengths: npt.NDArray[np.uint8],
+) -> Sizes | None:
+    """Return the bytes of each character where every one is written as it would be alone; None: not so.
+
+    `before` and `after` are the decoder's states around the block; `lengths` keeps what is known.
+    """
+    if codec.startswith(_WITH_STATE):
+        return None
+    data = before[0] + block
+    data = data[: len(data) - len(after[0])]
+    points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+    try:
+        if text.encode(codec) != data:
+            return None
+        for point in np.unique(points[lengths[points] == 0]).tolist():
+            lengths[point] = len(chr(point).encode(codec))
+    except UnicodeError:
+        return None
+    sizes = lengths[points].astype(np.uint32)
+    return sizes if int(sizes.sum()) == len(data) else None
 
 
 def _measure(decoder: codecs.IncrementalDecoder, block: bytes, taken: int, *, final: bool) -> _Measured:
@@ -299,18 +471,8 @@ def _decode(
         start = place + len(block) - len(error.object) + error.start
         raise _not_text(source, start, error.object[error.start : error.end]) from None
     except UnicodeError as error:
-        raise UserError(f"{source.name}: not {source.codec} after byte {place}; {error}") from error
+        raise UserError(f"{source.place}: not {source.codec} after byte {place}; {error}") from error
     return text
-
-
-def complete_utf8(data: bytes) -> int:
-    """Return how many leading bytes end with a whole character of UTF-8."""
-    for back in range(1, min(3, len(data)) + 1):
-        byte = data[-back]
-        if byte & 0xC0 != 0x80:
-            length = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
-            return len(data) - back if length > back else len(data)
-    return len(data)
 
 
 def _align_utf8(source: Source, place: int) -> int:
@@ -353,7 +515,7 @@ def _not_text(source: Source, place: int, bad: bytes) -> UserError:
     if place + len(bad) == source.n_bytes and len(bad) < 4 and _is_cut(source.codec, bad):
         got += " at its end, the beginning of a character"
     line = _line_of(source, place)
-    return UserError(f"{source.name}: not {source.codec} at byte {place}, line {line}; got {got}; {remedy}")
+    return UserError(f"{source.place}: not {source.codec} at byte {place}, line {line}; got {got}; {remedy}")
 
 
 def _is_cut(codec: str, bad: bytes) -> bool:

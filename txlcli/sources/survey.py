@@ -2,53 +2,51 @@
 
 import sys
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from txlcli.sources.corpus import Corpus
-from txlcli.sources.read import code_points, find_split, read_chunks
+from txlcli.sources.chunk import Chunk, code_points
+from txlcli.sources.corpus import Corpus, Progress
+from txlcli.sources.documents import select
+from txlcli.sources.read import by_conventions, find_split, read_documents
 
 VALID_FRACTION = 0.05
 VALID_BYTES_MAX = 5_000_000
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a pass over the text is, in bytes of the files."""
-
-    stage: str
-    done_bytes: int
-    total_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
     """What one pass over a corpus found.
 
-    Bytes from `split_at` on are held out; `split_at == n_bytes`: nothing is. `alphabet` counts the
-    characters of the part before as they are read, most frequent first, `n_characters` is their sum. Of
-    raw bytes nothing is known: `n_characters` is None and `alphabet` empty. `n_replaced` counts the bytes
-    of the whole corpus that are no text in its encoding and are read as U+FFFD. `script` names the
+    Bytes from `split_at` on are held out; `split_at == n_bytes`: none are. With the corpus' `valid_every`
+    documents are held out instead. `n_valid_bytes` counts what is held out either way, separators included.
+    `alphabet` counts the characters of the rest as they are read, most frequent first, `n_characters` is
+    their sum. Of raw bytes nothing is known: `n_characters` is None and `alphabet` empty. `n_replaced` counts
+    the bytes of the whole corpus that are no text in its encoding and are read as U+FFFD. `script` names the
     commonest script of the letters in one lower-case word: `latin`, `cjk` (Chinese and Japanese), `hangul`,
-    `cyrillic`, ...; `none` where there are no letters.
+    `cyrillic`, ...; `none` where there are no letters. `n_documents` counts the documents that are not empty,
+    those held out among them, which `n_valid_documents` counts; None: the corpus has no documents.
     """
 
     n_bytes: int
     split_at: int
+    n_valid_bytes: int
     n_characters: int | None
     alphabet: Mapping[str, int]
     has_text: bool
     script: str
     n_replaced: int
+    n_documents: int | None
+    n_valid_documents: int | None
     notices: tuple[str, ...]
 
     @property
     def n_train_bytes(self) -> int:
-        """The bytes before the held-out part."""
-        return self.split_at
+        """The bytes that are not held out."""
+        return self.n_bytes - self.n_valid_bytes
 
     @property
     def alphabet_size(self) -> int:
@@ -61,44 +59,66 @@ def survey(
 ) -> Iterator[Progress | Survey]:
     """Read a corpus once, check that it is text, and yield the progress and at last what was found.
 
+    With the corpus' `valid_every` no part of its end is held out. Raw bytes without documents are not read.
+
     Raises:
         UserError: as `read_text`.
     """
     n_bytes = corpus.n_bytes
-    split_at = find_split(corpus, held_out_start(n_bytes, valid_fraction, valid_bytes_max))
-    if corpus.raw:
-        yield Survey(
-            n_bytes=n_bytes,
-            split_at=split_at,
-            n_characters=None,
-            alphabet={},
-            has_text=True,
-            script="none",
-            n_replaced=0,
-            notices=(),
-        )
-        return
+    split_at = n_bytes
+    if corpus.valid_every is None:
+        split_at = find_split(corpus, held_out_start(n_bytes, valid_fraction, valid_bytes_max))
     counts = np.zeros(sys.maxunicode + 1, dtype=np.int64)
-    done = n_replaced = 0
-    for begin, end in ((0, split_at), (split_at, n_bytes)):
-        for chunk in read_chunks(corpus, begin, end):
+    whole, train = _Tally(), _Tally()
+    done = 0
+    is_read = not corpus.raw or corpus.has_documents
+    for begin, end in ((0, split_at), (split_at, n_bytes)) if is_read else ():
+        documents = whole.count(read_documents(corpus, begin, end))
+        if corpus.valid_every is not None:
+            documents = select(documents, corpus.valid_every, "train")
+        if begin == 0:
+            documents = train.count(documents)
+        for chunk in by_conventions(corpus, documents):
             done += chunk.read_bytes
-            n_replaced += chunk.n_replaced
-            if begin == 0:
-                some = np.bincount(code_points(chunk.text))
-                counts[: len(some)] += some
+            if begin == 0 and not corpus.raw:
+                _count_characters(chunk.text, counts)
             yield Progress("reading", done, n_bytes)
     alphabet = _alphabet(counts)
     yield Survey(
         n_bytes=n_bytes,
         split_at=split_at,
-        n_characters=int(counts.sum()),
+        n_valid_bytes=n_bytes - split_at if corpus.valid_every is None else whole.n_bytes - train.n_bytes,
+        n_characters=None if corpus.raw else int(counts.sum()),
         alphabet=alphabet,
-        has_text=any(not character.isspace() for character in alphabet),
-        script=guess_script(alphabet),
-        n_replaced=n_replaced,
-        notices=_survey_notices(corpus, alphabet, n_replaced),
+        has_text=corpus.raw or any(not character.isspace() for character in alphabet),
+        script="none" if corpus.raw else guess_script(alphabet),
+        n_replaced=whole.n_replaced,
+        n_documents=whole.n_documents if corpus.has_documents else None,
+        n_valid_documents=whole.n_documents - train.n_documents if corpus.has_documents else None,
+        notices=_survey_notices(corpus, alphabet, whole),
     )
+
+
+class _Tally:
+    """Counts text on its way: bytes of the files, documents that end, and how many by a separator."""
+
+    def __init__(self) -> None:
+        self.n_bytes = self.n_replaced = self.n_documents = self.n_separated = 0
+
+    def count(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+        """Pass chunks on."""
+        for chunk in chunks:
+            self.n_bytes += chunk.source_bytes
+            self.n_replaced += chunk.n_replaced
+            if chunk.document_ends is not None and chunk.end_sizes is not None:
+                self.n_documents += len(chunk.document_ends)
+                self.n_separated += int(np.count_nonzero(chunk.end_sizes))
+            yield chunk
+
+
+def _count_characters(text: bytes, counts: npt.NDArray[np.int64]) -> None:
+    some = np.bincount(code_points(text))
+    counts[: len(some)] += some
 
 
 def held_out_start(n_bytes: int, fraction: float, bytes_max: int | None = VALID_BYTES_MAX) -> int:
@@ -126,10 +146,12 @@ def _alphabet(counts: npt.NDArray[np.int64]) -> dict[str, int]:
     return {chr(point): int(counts[point]) for point in order.tolist()}
 
 
-def _survey_notices(corpus: Corpus, alphabet: Mapping[str, int], n_replaced: int) -> tuple[str, ...]:
+def _survey_notices(corpus: Corpus, alphabet: Mapping[str, int], whole: _Tally) -> tuple[str, ...]:
     notices = []
-    if n_replaced:
-        notices.append(told_replaced(corpus, n_replaced))
+    if whole.n_replaced:
+        notices.append(told_replaced(corpus, whole.n_replaced))
+    if corpus.document_separator is not None and not whole.n_separated:
+        notices.append(f"{corpus.name}: the document separator is nowhere in it; each file is one document")
     for character, name in (("\r", "carriage returns"), ("\0", "NUL bytes")):
         # Among words that white space separates a carriage return is white space.
         if character in alphabet and not (character.isspace() and corpus.newlines == "eos"):

@@ -6,6 +6,7 @@ from pathlib import Path
 from txlcli.config import Config, Settings
 from txlcli.evaluate import Score
 from txlcli.run import Run
+from txlcli.sources import Corpus, Survey
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,23 @@ class Notice:
     """Something that the user should know, said once."""
 
     text: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """The texts of a run that is only planned.
+
+    Attributes:
+        corpus: What is learned from, and what was skipped.
+        survey: What one pass over it found.
+        valid: Held-out files of their own, None: none.
+        test: Files for the final score, None: none.
+    """
+
+    corpus: Corpus
+    survey: Survey
+    valid: Corpus | None
+    test: Corpus | None
 
 
 @dataclass(frozen=True)
@@ -243,6 +261,7 @@ class Finished:
 Event = (
     Progress
     | Notice
+    | Found
     | Planned
     | FirstLine
     | Ready

@@ -2,7 +2,7 @@
 
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,12 +19,16 @@ from txlcli.config import (
     LEAVES,
     LENGTHS,
     Config,
+    DataConfig,
+    SettingError,
     Settings,
     Sourced,
+    blame,
     build,
     dump,
     leaf,
     read_settings,
+    unescape,
 )
 from txlcli.data import Prepared, StoreInfo, prepare, steps_per_epoch
 from txlcli.device import choose_device, choose_precision, has_bf16
@@ -43,7 +47,7 @@ from txlcli.plan import (
     take_from_run,
 )
 from txlcli.run import Run, discard_run, new_run, open_run, refuse_without_tokenizer
-from txlcli.sources import Corpus, Survey, complete_utf8, find_corpus, read_text, survey
+from txlcli.sources import Corpus, Survey, complete_utf8, read_text, search_corpus, survey
 from txlcli.sources.survey import VALID_BYTES_MAX, VALID_FRACTION
 from txlcli.tokenizer import SAMPLE_BYTES, Tokenizer, build_tokenizer, load_tokenizer
 from txlcli.train.cost import Interrupted, check_fits, count_parameters, measure, memory_bytes
@@ -51,6 +55,7 @@ from txlcli.train.events import (
     Budget,
     Event,
     FirstLine,
+    Found,
     Notice,
     Planned,
     PlanSummary,
@@ -308,20 +313,29 @@ def _find_texts(
 ) -> Generator[Event, None, _Texts]:
     """Find and survey the texts; the run's folder is made first, so that a bad place shows at once."""
     settings = request.settings
+    if request.init is not None:
+        # Else the plan of any text has looked at them together.
+        _check_data(settings)
     paths: tuple[str, ...] = _value(settings, "corpus")
+    separator = _value(settings, "document_separator")
     rules = {
-        "encoding": _value(settings, "encoding"),
         "errors": _value(settings, "encoding_errors"),
         "raw": _value(settings, "tokenizer") == "byte" if "tokenizer" in settings else False,
-        "newlines": _value(settings, "newlines"),
-        "spaces": _value(settings, "spaces"),
+        "document_separator": None if separator is None else unescape(separator),
     }
+    for name in ("encoding", "newlines", "spaces", "packed", "include", "exclude"):
+        rules[name] = _value(settings, name)
+    for name in ("text_field", "document_per_file"):
+        rules[name] = _value(settings, name)
+    named: dict[str, Corpus | None] = {}
+    for name in ("valid", "test"):
+        path = _value(settings, name)
+        named[name] = None if path is None else (yield from _search(request, [path], **rules))
+    valid, test = named["valid"], named["test"]
+    rules["valid_every"] = _value(settings, "valid_every")
+    rules["held_out"] = [one for one in (valid, test) if one is not None]
     has_stdin = "-" in paths
-    corpus = None if has_stdin else find_corpus(paths, **rules)
-    valid, test = (
-        None if path is None else find_corpus([path], **rules)
-        for path in (_value(settings, "valid"), _value(settings, "test"))
-    )
+    corpus = None if has_stdin else (yield from _search(request, paths, **rules))
     if is_dry:
         run = Run(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="txl-"))))
     else:
@@ -329,9 +343,9 @@ def _find_texts(
         stack.callback(discard_run, run)
     if corpus is None:
         yield Progress("reading standard input", 0, 0, "bytes")
-        corpus = find_corpus(paths, **rules, stdin_copy=run.folder / "stdin.txt")
-    for text in corpus.notices:
-        yield Notice(text)
+        corpus = yield from _search(request, paths, **rules, stdin_copy=run.folder / "stdin.txt")
+    for one in (corpus, valid, test):
+        yield from map(Notice, () if one is None else one.notices)
     # The default share is bounded in bytes; one that was asked for is meant as it is.
     fraction: float | None = _value(settings, "valid_fraction")
     bound = VALID_BYTES_MAX if fraction is None else None
@@ -349,7 +363,28 @@ def _find_texts(
     assert found is not None, "a survey ends with what it found"
     for text in found.notices:
         yield Notice(text)
+    if is_dry:
+        yield Found(corpus, found, valid, test)
     return _Texts(run, corpus, found, valid, test)
+
+
+def _check_data(settings: Settings) -> None:
+    """Refuse settings of the text that contradict one another."""
+    values = {leaf.name: _value(settings, leaf.name) for leaf in LEAVES if leaf.section == "data"}
+    try:
+        DataConfig(**values)
+    except SettingError as error:
+        raise blame(error, settings) from None
+
+
+def _search(request: _Request, paths: Sequence[str], **rules: Any) -> Generator[Event, None, Corpus]:
+    """Find a corpus, in which packed files may take long; `rules` are those of `search_corpus`."""
+    for event in search_corpus(paths, **rules):
+        if isinstance(event, Corpus):
+            return event
+        yield Progress(event.stage, event.done_bytes, event.total_bytes, "bytes")
+        request.pause()
+    raise AssertionError("a search ends with the corpus")
 
 
 def _stem(path: str) -> str:
