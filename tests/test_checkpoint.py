@@ -348,7 +348,7 @@ def redescribed(run: Run) -> Iterator[dict[str, Any]]:
 YOUNG = (
     *("position", "untie_r", "max_relative_position", "shaw_values", "absolute_positions", "d_embed"),
     *("cutoffs", "div_val", "tie_projs", "proj_same_dim", "init_std", "proj_init_std"),
-    *("final_norm", "norm_eps", "memory_start"),
+    *("final_norm", "norm_eps", "memory_start", "reset_memory_at_documents"),
 )
 
 

@@ -35,7 +35,7 @@ from txlcli.tokenizer.pieces import PieceTokenizer, default_vocab_size
 from txlcli.tokenizer.stored import MAX_VOCAB, Ids, damaged, read_fields
 from txlcli.tokenizer.symbols import ByteTokenizer, CharTokenizer
 from txlcli.tokenizer.table import TableTokenizer
-from txlcli.tokenizer.units import SAMPLE_BYTES
+from txlcli.tokenizer.units import SAMPLE_BYTES, WORD_SAMPLE_BYTES
 from txlcli.tokenizer.words import WordTokenizer
 
 __all__ = [
@@ -52,6 +52,7 @@ __all__ = [
     "default_vocab_size",
     "load_tokenizer",
     "refuse_missing_moses",
+    "sampled_bytes",
 ]
 
 
@@ -146,7 +147,7 @@ def build_tokenizer(
             for the others.
         text: Starts a fresh pass over the training text in chunks.
         n_bytes: Size of the training text, about.
-        seed: Chooses what sentencepiece learns from in a text of more than SAMPLE_BYTES.
+        seed: Chooses what is learned from in a text of more than `sampled_bytes`.
         newlines: `eos`, with `word` only: a newline is the word `<eos>`. Dropped ones are not in `text`.
         has_documents: The last id ends a document; the bound counts it.
 
@@ -160,12 +161,19 @@ def build_tokenizer(
     if kind == "word" and newlines == "eos":
         return CorpusWordTokenizer.build(text(), vocab_size, has_documents=has_documents)
     if kind == "word":
-        return WordTokenizer.build(text(), vocab_size, has_documents=has_documents)
+        return WordTokenizer.build(text(), vocab_size, seed=seed, has_documents=has_documents)
     if kind == "sentencepiece":
         return PieceTokenizer.build(
             text(), vocab_size, n_bytes=n_bytes, seed=seed, has_documents=has_documents
         )
     raise ValueError(f"no tokenizer is called {kind!r}")
+
+
+def sampled_bytes(kind: str, newlines: str = "keep") -> int | None:
+    """Return how many bytes of a long text a vocabulary is learned from at most; None: from all of it."""
+    if kind == "sentencepiece":
+        return SAMPLE_BYTES
+    return WORD_SAMPLE_BYTES if kind == "word" and newlines != "eos" else None
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -80,7 +80,8 @@ class CorpusWordTokenizer:
     ) -> "CorpusWordTokenizer":
         """Take the most frequent words of a text; of equally frequent ones those that sort first.
 
-        Memory is bounded: when too many distinct words are held, the rarer half is forgotten.
+        All of the text is counted, as for the published vocabularies. Memory is bounded: when too many
+        distinct words are held, the rarer half is forgotten.
 
         Raises:
             UserError: the text has no word, its words make too large a file, or the bound is below three,

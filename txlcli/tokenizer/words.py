@@ -12,8 +12,8 @@ One space between two words is not a token: words that follow each other are spa
 line too long for one unit had to be cut inside a word, a token without text, the *join*, ends the unit.
 
 Id 0 is `<unk>`, all that is not among the most frequent tokens of the training text; decoding spaces it like
-a word. Ids ascend from the most to the least frequent. Where the text is made of documents, one more id
-ends each.
+a word. Ids ascend from the most to the least frequent in the text, or in stretches of it chosen by the seed
+if it is long. Where the text is made of documents, one more id ends each.
 """
 
 import re
@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import groupby, repeat
+from itertools import chain, groupby, repeat
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,14 @@ from txlcli.tokenizer.stored import (
     write_files,
 )
 from txlcli.tokenizer.symbols import check_bound
-from txlcli.tokenizer.units import complete_prefix, is_cut_inside, parts, whole_units
+from txlcli.tokenizer.units import (
+    WORD_SAMPLE_BYTES,
+    complete_prefix,
+    is_cut_inside,
+    parts,
+    sample,
+    whole_units,
+)
 
 UNKNOWN = 0
 JOIN = ""
@@ -97,11 +104,12 @@ class WordTokenizer:
 
     @classmethod
     def build(
-        cls, chunks: Iterable[bytes], vocab_size: int | None, *, has_documents: bool = False
+        cls, chunks: Iterable[bytes], vocab_size: int | None, *, seed: int, has_documents: bool = False
     ) -> "WordTokenizer":
         """Take the most frequent tokens of a text; of equally frequent ones those that sort first.
 
-        Memory is bounded: when too many distinct tokens are held, the rarer half is forgotten.
+        Memory and time are bounded: of a long text, stretches chosen by the seed are counted, and when too
+        many distinct tokens are held, the rarer half is forgotten.
 
         Raises:
             UserError: the text has no word, or the bound is below two, or three with documents.
@@ -111,7 +119,8 @@ class WordTokenizer:
         limit = max(COUNTED_PER_ID * n_tokens, MIN_COUNTED)
         # A word is counted with its space and without, and added up at the end: that keeps the loop in C.
         found: Counter[str] = Counter()
-        for text in whole_units(chunks, complete_prefix):
+        stretches = sample(chunks, seed, n_bytes=WORD_SAMPLE_BYTES)
+        for text in chain.from_iterable(whole_units([one], complete_prefix) for one in stretches):
             found.update(_split(text, has_joins=True))
             if len(found) > limit:
                 found = Counter(dict(found.most_common(limit // 2)))
