@@ -54,6 +54,9 @@ def log_probs(model: torch.nn.Module, config, tokens: list[int], *, lengths=None
     Memory is defined directly: the token at position t of a text lies in the segment that starts at
     s = t - t % tgt_len and sees the inputs of each layer from max(0, s - mem_len) on. With memory_start zeros
     it sees them from s - mem_len on, and those before the text are 0.
+
+    With reset_memory_at_documents it sees only inputs of its own document. A document ends with the last id,
+    and the token after that begins the next one; what is before the text belongs to the first.
     """
     lengths = lengths or model.lengths
     weights = {name: value.double() for name, value in model.state_dict().items()}
@@ -76,6 +79,10 @@ def log_probs(model: torch.nn.Module, config, tokens: list[int], *, lengths=None
         if config.position == "learned":
             rows[t] = rows[t] + weights["positions.weight"][t % lengths.tgt_len]
     n_before = lengths.mem_len if lengths.memory_start == "zeros" else 0
+    document_starts = [0]
+    for t, token in enumerate(tokens):
+        is_end = config.reset_memory_at_documents and token == len(weights["embed.weight"]) - 1
+        document_starts.append(n_before + t + 1 if is_end else document_starts[-1])
     for n in range(config.n_layer):
         name = f"layers.{n}.attention"
         rows = [torch.zeros(d_model, dtype=torch.float64)] * n_before + rows
@@ -88,6 +95,7 @@ def log_probs(model: torch.nn.Module, config, tokens: list[int], *, lengths=None
             begin = max(0, t - (t - n_before) % lengths.tgt_len - lengths.mem_len)
             if lengths.same_length != "off":
                 begin = max(begin, t + 1 - lengths.mem_len - (lengths.same_length == "mem_len+1"))
+            begin = max(begin, document_starts[t - n_before])
             attended = []
             for h in range(n_head):
                 scores, read = [], []

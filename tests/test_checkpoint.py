@@ -119,6 +119,7 @@ def test_a_model_comes_back_bit_for_bit(run: Run, which: str) -> None:
         replace(MODEL, position="shaw", shaw_values=False, clamp_len=3),
         replace(MODEL, position="sinusoid", absolute_positions="continue"),
         replace(MODEL, position="learned"),
+        replace(MODEL, reset_memory_at_documents=True),
         replace(MODEL, cutoffs=(20, 100), div_val=2, d_embed=12),
         replace(MODEL, cutoffs=(20,), d_embed=4, tied=False, tie_projs="none"),
         replace(MODEL, cutoffs=(20, 100), div_val=2, proj_same_dim=False, tie_projs="all"),
@@ -347,7 +348,7 @@ def redescribed(run: Run) -> Iterator[dict[str, Any]]:
 YOUNG = (
     *("position", "untie_r", "max_relative_position", "shaw_values", "absolute_positions", "d_embed"),
     *("cutoffs", "div_val", "tie_projs", "proj_same_dim", "init_std", "proj_init_std"),
-    *("final_norm", "norm_eps", "memory_start"),
+    *("final_norm", "norm_eps", "memory_start", "reset_memory_at_documents"),
 )
 
 

@@ -425,6 +425,75 @@ class TestSchemes:
         assert all(torch.equal(a, b) for a, b in zip(memory.hidden, before[1], strict=True))
 
 
+END = N_VOCAB - 1
+DOCUMENT_LINES = [
+    *([1, NEWLINE], [2, NEWLINE, END], [END], [4, 5, 1, 2, 7, 6, NEWLINE], [NEWLINE], [8, 8, END]),
+    *([2, 0, NEWLINE, END], [END], [NEWLINE, END], [*([7, 1, 9, 0] * 5), END], [4, 2]),
+]
+
+
+def draw_documents(n_tokens):
+    """Ids with a document's end, the last id, among five."""
+    ids = draw_ids(n_tokens, seed=5) % END
+    ids[np.random.default_rng(6).random(n_tokens) < 0.2] = END
+    return ids
+
+
+class TestDocuments:
+    @pytest.mark.parametrize("scheme", SCHEMES)
+    @pytest.mark.parametrize(
+        "lengths",
+        [
+            *(Lengths(5, 3), Lengths(4, 0), Lengths(3, 7), Lengths(1, 4)),
+            *(Lengths(4, 5, same_length="mem_len"), Lengths(4, 6, memory_start="zeros")),
+        ],
+        ids=str,
+    )
+    def test_any_number_of_streams_gives_the_nats_of_the_training_path(
+        self, store_of, side_by_side, scheme, lengths
+    ):
+        ids, model = draw_documents(63), build_scheme(scheme, reset_memory_at_documents=True)
+        expected = along_training_path(model, ids, lengths)
+        for n_stream in (1, 3, 8):
+            score, nats = score_tokens(model, store_of(ids), lengths=lengths, n_stream=n_stream)
+            assert_same(nats[1:], expected)
+            assert score.n_stream == n_stream
+
+    @pytest.mark.parametrize("rule", ["off", "mem_len+1"])
+    def test_one_segment_of_warm_up_less_would_show(self, store_of, side_by_side, monkeypatch, rule):
+        # One document but for its end, which is no nearer to a stream's start than the warm-up reaches.
+        ids, lengths = draw_ids(120) % END, Lengths(4, 6, same_length=rule)
+        ids[3] = END
+        expected, model = by_training_path(ids, lengths, reset_memory_at_documents=True), build()
+        model.document_end = END
+        _, nats = score_tokens(model, store_of(ids), lengths=lengths, n_stream=3)
+        assert_same(nats[1:], expected)
+        enough = Lengths.warm_segments
+        monkeypatch.setattr(Lengths, "warm_segments", lambda *args: enough(*args) - 1)
+        _, nats = score_tokens(model, store_of(ids), lengths=lengths, n_stream=3)
+        assert (nats[1:] - expected).abs().max() > 1e-8
+
+    @pytest.mark.parametrize("is_reset", [False, True])
+    def test_a_document_s_end_ends_its_last_line(self, store_of, monkeypatch, is_reset):
+        model = build(Lengths(5, 3), reset_memory_at_documents=is_reset)
+        store = store_of([token for line in DOCUMENT_LINES for token in line])
+        alone = [
+            along_training_path(model, np.array([NEWLINE, *line]), model.lengths) for line in DOCUMENT_LINES
+        ]
+        for block in (1, 2, 7, scoring.COUNT_BLOCK):
+            monkeypatch.setattr(scoring, "COUNT_BLOCK", block)
+            score, nats, _ = score_lines(model, store, document_end=END)
+            assert score.n_line == len(DOCUMENT_LINES)
+            assert_same(nats, torch.cat(alone))
+
+    def test_without_documents_the_last_id_is_a_token_like_any_other(self, store_of):
+        ids = draw_documents(63)
+        _, nats = score_tokens(build(Lengths(5, 3)), store_of(ids))
+        assert (nats[1:] - by_training_path(ids, Lengths(5, 3))).abs().max() < 1e-8
+        on = by_training_path(ids, Lengths(5, 3), reset_memory_at_documents=True)
+        assert (nats[1:] - on).abs().max() > 1e-3
+
+
 class TestClusters:
     @pytest.mark.parametrize(
         "settings",

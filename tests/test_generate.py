@@ -46,6 +46,7 @@ class Table:
     pieces: tuple[bytes | None, ...]
     kind: str = "char"
     is_lossless: bool = True
+    document_end: int | None = None
 
     @property
     def control_ids(self):
@@ -180,6 +181,41 @@ def test_log_probs_are_those_of_scoring_in_every_scheme(
         log_probs = torch.tensor(result.logprobs, dtype=torch.float64)
         assert_same(log_probs, expected)
         assert_same(-log_probs, evaluated(model, ids, lengths)[n_prompt:])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("tgt_len", "mem_len"), [(4, 6), (1, 5), (4, 0)])
+@pytest.mark.parametrize("attention", ["eager", "skew"])
+def test_log_probs_with_documents_are_those_of_scoring(scheme, tgt_len, mem_len, attention):
+    # `h`, the last id, ends a document for the model; for the tokenizer it is a letter, so samples go on.
+    model = make_model(**SCHEMES[scheme], reset_memory_at_documents=True)
+    model.use_attention(attention)
+    prompt, lengths = "abchdefhhga\nbchdefg" * 2 + "ah", Lengths(tgt_len, mem_len)
+    n_ends = 0
+    for n_prompt in (3, 4, 9, 39, 40):
+        options = {"max_tokens": 15, "mem_len": mem_len, "tgt_len": tgt_len, "num_samples": 3}
+        drawn = results(model, prompt[:n_prompt], temperature=50, top_p=1, **options)
+        for result in drawn:
+            n_ends += result.ids.count(N_LETTERS - 1)
+            ids = [*LETTERS.encode(prompt[:n_prompt].encode()), *result.ids]
+            expected = scored(model, ids[:-1], lengths)[n_prompt - 1 :]
+            log_probs = torch.tensor(result.logprobs, dtype=torch.float64)
+            assert_same(log_probs, expected.gather(1, torch.tensor(result.ids)[:, None])[:, 0])
+            assert_same(-log_probs, evaluated(model, ids, lengths)[n_prompt:])
+    assert n_ends > 3
+
+
+@pytest.mark.parametrize("attention", ["eager", "skew"])
+@pytest.mark.parametrize("scheme", ["relative", "shaw", "untied"])
+def test_what_stood_in_a_document_before_does_not_matter(scheme, attention):
+    settings = SCHEMES.get(scheme, {"untie_r": True})
+    model = make_model(**settings, tgt_len=50, mem_len=50, reset_memory_at_documents=True)
+    model.use_attention(attention)
+    options = {"max_tokens": 9, "seed": 3, "num_samples": 2}
+    alone = results(model, "abc", **options)
+    for result, one in zip(results(model, letters(20) + "hhabc", **options), alone, strict=True):
+        assert result.ids == one.ids
+        assert_same(torch.tensor(result.logprobs).double(), torch.tensor(one.logprobs).double())
 
 
 def test_a_prompt_that_is_cut_keeps_its_positions(monkeypatch):
@@ -664,6 +700,43 @@ def test_text_held_back_for_a_stop_appears_at_the_end():
     assert events[-1].stop == "length"
 
 
+def test_a_document_s_end_ends_the_sample_and_prints_nothing():
+    table = Table((None, b"\n", b"a", b"b", b""), document_end=4)
+    model = cyclic_model([2, 3, 4], n_vocab=5)
+    for max_tokens in (2, 9):  # also where it is the last token that may be drawn
+        (result,) = results(model, "a", table, temperature=0, max_tokens=max_tokens)
+        assert (result.text, result.tokens, result.ids, result.stop) == ("b", 2, (3, 4), "document")
+        assert len(result.logprobs) == 2
+    (short,) = results(model, "a", table, temperature=0, max_tokens=1)
+    assert (short.text, short.stop) == ("b", "length")
+    # What was held back for a stop text or the rest of a character appears.
+    (result,) = results(model, "a", table, temperature=0, stop=("ba",))
+    assert (result.text, result.stop) == ("b", "document")
+    table = replace(table, pieces=(None, b"\n", b"a", "🐙".encode()[:2], b""))
+    (result,) = results(model, "a", table, temperature=0)
+    assert (result.text, result.stop) == ("�", "document")
+    # A stop text that the end completes cannot be: the end has no text.
+    (result,) = results(
+        cyclic_model([2, 3, 4], n_vocab=5), "a", replace(table, document_end=None), temperature=0
+    )
+    assert (result.tokens, result.stop) == (9, "length")
+
+
+def test_a_document_s_end_ends_its_sample_only():
+    table = replace(LETTERS, pieces=(*LETTERS.pieces[:-1], b""), document_end=N_LETTERS - 1)
+    for is_reset in (False, True):
+        model = make_model(reset_memory_at_documents=is_reset)
+        options = {"num_samples": 4, "max_tokens": 25, "temperature": 3}
+        ended = results(model, "ab", table, **options)
+        assert {result.stop for result in ended} == {"document", "length"}
+        for whole, cut in zip(
+            results(model, "ab", replace(table, document_end=None), **options), ended, strict=True
+        ):
+            n = whole.ids.index(N_LETTERS - 1) + 1 if N_LETTERS - 1 in whole.ids else 25
+            assert cut.ids == whole.ids[:n]
+            assert (cut.stop == "document") == (cut.ids[-1] == N_LETTERS - 1)
+
+
 def test_pieces_join_to_the_texts_and_can_be_put_in_order():
     model = make_model()
     options = SamplingOptions(max_tokens=20, seed=1, num_samples=3, stop=("a", "e"))
@@ -844,18 +917,24 @@ def buffers(cache):
 
 
 @pytest.mark.parametrize(
-    ("attention", "scheme"), [("eager", "relative"), *(("auto", scheme) for scheme in SCHEMES)]
+    ("attention", "scheme", "is_reset"),
+    [
+        ("eager", "relative", False),
+        *(("auto", scheme, False) for scheme in SCHEMES),
+        *((attention, "relative", True) for attention in ("eager", "auto")),
+    ],
 )
-def test_a_token_costs_the_same_however_long_the_text_is(attention, scheme):
-    model = make_model(tgt_len=4, mem_len=6, **SCHEMES[scheme])
+def test_a_token_costs_the_same_however_long_the_text_is(attention, scheme, is_reset):
+    model = make_model(tgt_len=4, mem_len=6, **SCHEMES[scheme], reset_memory_at_documents=is_reset)
     model.use_attention(attention)
-    _, cache = read_prompt(model, LETTERS.encode(b"abcdefgh"), model.lengths)
+    # `h` ends a document: after it the memory fills up anew.
+    _, cache = read_prompt(model, LETTERS.encode(b"abcdefgh" + 12 * b"a"), model.lengths)
     before = buffers(cache)
     early, cache = costs_of_tokens(model, cache, 8)
     for token in range(4 * 12):
         _, cache = feed(model, torch.tensor([[token % N_LETTERS]]), cache)
     late, cache = costs_of_tokens(model, cache, 8)
-    assert cache.position == 8 + 8 + 4 * 12 + 8 - 4
+    assert cache.position == 20 + 8 + 4 * 12 + 8 - 4
     assert late == early
     assert early[:4] == early[4:]  # the first of a segment moves the memory, in every segment
     assert buffers(cache) == before

@@ -1,5 +1,6 @@
 import copy
 import dataclasses
+import itertools
 
 import numpy
 import pytest
@@ -68,6 +69,13 @@ def draw_tokens(n_streams, length):
     return torch.randint(N_VOCAB, (n_streams, length), generator=torch.Generator().manual_seed(2))
 
 
+def draw_documents(n_streams, length):
+    """Tokens with a document's end, the last id, among three: also first, last and several in a row."""
+    generator = torch.Generator().manual_seed(4)
+    is_end = torch.rand(n_streams, length, generator=generator) < 0.3
+    return torch.where(is_end, N_VOCAB - 1, draw_tokens(n_streams, length) % (N_VOCAB - 1))
+
+
 def by_training_path(model, tokens):
     """Score segment after segment with hidden rows as memory: [B, L, V]."""
     memory, out = None, []
@@ -96,10 +104,26 @@ def test_model_is_the_paper(lengths, scheme, norm):
     assert_same(by_training_path(model, tokens)[0], reference.log_probs(model, config, tokens[0].tolist()))
 
 
+@all_schemes
+@pytest.mark.parametrize("lengths", [*LENGTHS, Lengths(5, 100)], ids=str)
+@torch.no_grad()
+def test_with_documents_too_model_is_the_paper(lengths, scheme):
+    config = config_of(lengths, scheme, reset_memory_at_documents=True)
+    model, tokens = build(config), draw_documents(1, 14)
+    assert set((tokens == N_VOCAB - 1).sum(dim=1).tolist()) <= set(range(3, 8))
+    expected = reference.log_probs(model, config, tokens[0].tolist())
+    assert_same(by_training_path(model, tokens)[0], expected)
+    without = dataclasses.replace(config, reset_memory_at_documents=False)
+    if config.mem_len or config.tgt_len > 1:
+        assert not torch.allclose(expected, reference.log_probs(model, without, tokens[0].tolist()))
+
+
+@pytest.mark.parametrize("has_documents", [False, True])
 @norms_in_turn
 @torch.no_grad()
-def test_cached_keys_and_values_change_nothing(lengths, scheme, norm):
-    model, tokens = build(config_of(lengths, scheme, norm=norm)), draw_tokens(3, 18)
+def test_cached_keys_and_values_change_nothing(lengths, scheme, norm, has_documents):
+    model = build(config_of(lengths, scheme, norm=norm, reset_memory_at_documents=has_documents))
+    tokens = (draw_documents if has_documents else draw_tokens)(3, 18)
     expected = by_training_path(model, tokens)
     whole = [len(part) for part in torch.arange(18).split(lengths.tgt_len)]
     assert_same(by_cache(model, tokens, whole), expected)
@@ -228,6 +252,134 @@ def test_same_length_shows_exactly_so_many_keys(scheme, rule, n_keys):
         assert touched == list(range(max(0, position + 1 - n_keys), position + 1))
 
 
+@all_schemes
+@torch.no_grad()
+def test_a_document_does_not_depend_on_those_before_it(scheme):
+    for lengths in (Lengths(5, 7), Lengths(1, 9), Lengths(30, 0)):
+        model = build(config_of(lengths, scheme, reset_memory_at_documents=True))
+        tokens = draw_tokens(1, 30) % (N_VOCAB - 1)
+        tokens[0, [6, 7, 19]] = N_VOCAB - 1
+        before = by_training_path(model, tokens)
+        for begin, end in ((0, 7), (7, 8), (8, 20), (20, 30)):
+            changed = tokens.clone()
+            changed[0, end:] = (changed[0, end:] + 1) % (N_VOCAB - 1)
+            changed[0, :begin] = torch.where(tokens == N_VOCAB - 1, tokens, (tokens + 3) % 10)[0, :begin]
+            # Exact: the same arithmetic on the same numbers, and a weight of 0 for all others.
+            assert torch.equal(by_training_path(model, changed)[:, begin:end], before[:, begin:end])
+
+
+@pytest.mark.parametrize("tgt_len", [1, 7, 64])
+@pytest.mark.parametrize("scheme", ["relative", "untied", "shaw"])
+@torch.no_grad()
+def test_documents_in_a_row_are_documents_alone(tgt_len, scheme):
+    # Memory of all the past, so that it does not matter where segments begin.
+    model = build(config_of(Lengths(tgt_len, 60), scheme, reset_memory_at_documents=True))
+    tokens = draw_documents(1, 60)
+    ends = [0, *((tokens[0] == N_VOCAB - 1).nonzero()[:, 0] + 1).tolist(), 60]
+    alone = [by_training_path(model, tokens[:, a:b]) for a, b in itertools.pairwise(ends) if a < b]
+    assert len(alone) > 10
+    assert_same(by_training_path(model, tokens), torch.cat(alone, dim=1))
+
+
+@all_schemes
+@torch.no_grad()
+def test_memory_knows_how_many_rows_are_of_the_running_document(scheme):
+    end = N_VOCAB - 1
+    tokens = torch.tensor(
+        [[1, end, 2, 3, 4, 5, 6, end], [1, 2, 3, 4, 5, 6, 7, 8], [end, end, 1, 2, 3, end, 4, 5]]
+    )
+    model = build(config_of(Lengths(2, 3), scheme, reset_memory_at_documents=True))
+    memory, cache = None, model.new_cache(3)
+    for segment, n_document in zip(
+        tokens.split(2, dim=1), ([0, 2, 0], [2, 3, 2], [3, 3, 0], [0, 3, 2]), strict=True
+    ):
+        _, memory = model.hidden_states(segment, memory)
+        _, cache = model.extend(segment, cache)
+        assert memory.n_document.tolist() == n_document
+        assert cache.n_document.clamp(max=3).tolist() == n_document
+    assert cache.first_streams(2).n_document.tolist() == cache.n_document[:2].tolist()
+    assert cache.first_streams(1).repeat(2).n_document.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("attention", ["eager", "skew"])
+@all_schemes
+def test_without_documents_nothing_is_masked_and_nothing_kept(attention, scheme, monkeypatch):
+    model = build(config_of(Lengths(4, 5), scheme))
+    model.use_attention(attention)
+    given, tokens = [], draw_documents(2, 12)
+    for layer in model.each_layer():
+        attend = layer.attention.attend
+        monkeypatch.setattr(
+            layer.attention,
+            "attend",
+            lambda *args, attend=attend, **options: (
+                given.append(options["first"]) or attend(*args, **options)
+            ),
+        )
+    _, memory = model.hidden_states(tokens[:, :4], None)
+    _, memory = model.hidden_states(tokens[:, 4:8], memory)
+    _, cache = model.extend(tokens[:, :4], model.new_cache(2))
+    assert given == [None] * 6
+    assert memory.n_document is None
+    assert cache.n_document is None
+
+
+@all_schemes
+@torch.no_grad()
+def test_a_text_that_is_one_document_is_a_text_without_documents(scheme):
+    tokens = draw_tokens(2, 20) % (N_VOCAB - 1)
+    for lengths in (Lengths(4, 6), Lengths(4, 6, memory_start="zeros"), Lengths(3, 0)):
+        on, off = (build(config_of(lengths, scheme, reset_memory_at_documents=on)) for on in (True, False))
+        # Exact: the eager form masks the same keys.
+        assert torch.equal(by_training_path(on, tokens), by_training_path(off, tokens))
+        assert torch.equal(by_cache(on, tokens, [1] * 20), by_cache(off, tokens, [1] * 20))
+
+
+@pytest.mark.parametrize(
+    "lengths", [Lengths(6, 4), Lengths(3, 7), Lengths(4, 6, same_length="mem_len")], ids=str
+)
+@all_schemes
+def test_gradients_with_documents_are_those_of_the_eager_form(lengths, scheme, monkeypatch):
+    monkeypatch.setattr("txlcli.attention.skew.EAGER_BYTES", 0)
+    tokens, gradients = draw_documents(3, 19), []
+    for attention in ("eager", "skew", "sdpa"):
+        model = build(config_of(lengths, scheme, reset_memory_at_documents=True)).train()
+        model.use_attention(attention)
+        memory = None
+        for begin in range(0, 18, lengths.tgt_len):
+            segment = tokens[:, begin : min(begin + lengths.tgt_len, 18)]
+            nll, memory = model(segment, memory, tokens[:, begin + 1 : begin + 1 + segment.shape[1]])
+            nll.sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for others in gradients[1:]:
+        for one, other in zip(gradients[0], others, strict=True):
+            assert_same(other, one)
+
+
+@pytest.mark.parametrize("scheme", ["relative", "shaw", "restart"])
+@torch.no_grad()
+def test_single_tokens_mask_only_where_documents_began_at_different_rows(scheme, monkeypatch):
+    model = build(config_of(Lengths(4, 5), scheme, reset_memory_at_documents=True))
+    model.use_attention("skew")
+    seen, end = [], N_VOCAB - 1
+    monkeypatch.setattr(
+        single, "step", lambda *given, step=single.step: seen.append(given[4:]) or step(*given)
+    )
+    tokens = torch.tensor([[1, end, 2, 3], [4, end, 5, end], [6, end, 7, 8]])
+    assert_same(by_cache(model, tokens, [1] * 4), by_training_path(model, tokens))
+    assert [(first, n_past) for first, n_past, hidden in seen if hidden is None] == [
+        *((0, 0), (0, 0), (0, 1), (0, 1), (2, 2), (2, 2), (2, 3), (2, 3))
+    ]
+    seen.clear()
+    cache = model.new_cache(3)
+    for n in range(4):
+        _, cache = model.extend(tokens[:, n : n + 1], cache)
+    _, cache = model.extend(torch.tensor([[1], [2], [3]]), cache)
+    (first, n_past, hidden), _ = seen[-2:]
+    assert (first, n_past) == (2, 4)
+    assert hidden.tolist() == [[False] * 3, [True, True, False], [False] * 3]
+
+
 def clones(buffers):
     return tuple(buffer.clone() for buffer in buffers)
 
@@ -300,10 +452,15 @@ def test_gradients_reach_every_parameter_and_not_the_memory(scheme):
         assert torch.count_nonzero(parameter.grad) > 0, name
 
 
+@pytest.mark.parametrize(("attention", "has_documents"), [("eager", False), ("skew", True)])
 @all_schemes
-def test_gradients_of_the_whole_model(scheme):
-    model = build(config_of(Lengths(3, 2), scheme, n_layer=1, d_model=4, n_head=1, d_head=2, d_inner=3))
-    tokens = draw_tokens(1, 7)
+def test_gradients_of_the_whole_model(scheme, attention, has_documents, monkeypatch):
+    monkeypatch.setattr("txlcli.attention.skew.EAGER_BYTES", 0)
+    sizes = {"n_layer": 1, "d_model": 4, "n_head": 1, "d_head": 2, "d_inner": 3}
+    model = build(config_of(Lengths(3, 2), scheme, reset_memory_at_documents=has_documents, **sizes))
+    model.use_attention(attention)
+    tokens = draw_tokens(1, 7) % (N_VOCAB - 1)
+    tokens[0, [1, 4]] = N_VOCAB - 1
     with torch.no_grad():
         _, memory = model.hidden_states(tokens[:, :3], None)
     parameters = dict(model.named_parameters())

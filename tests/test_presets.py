@@ -123,6 +123,7 @@ def test_a_published_preset_leaves_nothing_to_defaults(name: str) -> None:
     left = {leaf.name for leaf in LEAVES if leaf.section in ("model", "optim")} - set(settings)
     absent = {"max_relative_position", "shaw_values", "absolute_positions", "d_embed", "accumulate"}
     absent |= {"final_norm"}  # of pre-norm models only
+    absent |= {"reset_memory_at_documents"}  # of corpora that are made of documents only
     if config.model.div_val == 1:
         absent |= {"tie_projs", "proj_same_dim"}
     if config.data.tokenizer == "byte":

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from tests.test_train import make_run, metrics, of_kind, train_run, write_corpus
 from txlcli import UserError
-from txlcli.checkpoint import load_state
-from txlcli.config import from_flags, load, read_origins
+from txlcli.checkpoint import load_state, save_checkpoint
+from txlcli.config import Config, ModelConfig, OptimConfig, from_flags, load, read_origins
+from txlcli.data import Batches, TokenStore, stream_start
 from txlcli.run import Run, list_checkpoints, read_pointers
 from txlcli.train import (
     Event,
@@ -31,6 +33,7 @@ from txlcli.train import (
     resume,
     train,
 )
+from txlcli.train.state import TrainState, optimize
 
 # 667 tokens in 4 streams of 8: an epoch has 21 steps.
 EPOCH = 21
@@ -204,6 +207,99 @@ def test_states_without_positions_go_on_unless_positions_run_on(tmp_path: Path, 
         end = go_on(ready.run)[-1]
         assert isinstance(end, Finished)
         assert end.step == 5
+
+
+def start_with_documents(folder: Path, *, is_reset: bool = True, **settings: Any) -> TrainState:
+    """Begin training on ids of which one among six ends a document."""
+    ids = np.random.default_rng(3).integers(0, 6, 700)
+    path = folder / "documents.ids"
+    path.write_bytes(ids.astype("<u2").tobytes())
+    sizes = {"n_layer": 2, "d_model": 8, "n_head": 2, "tgt_len": 8, "mem_len": 12, "dropout": 0.1}
+    config = Config(
+        model=ModelConfig(**{**sizes, **settings}, reset_memory_at_documents=is_reset),
+        optim=OptimConfig(batch_size=4, accumulate=2, optimizer="adamw"),
+    )
+    store = TokenStore(path, dtype="uint16", n_tokens=len(ids), n_vocab=6)
+    return TrainState.start(config, Batches(store, 4, 8), 6, device=torch.device("cpu"), precision="fp32")
+
+
+def saved(state: TrainState, run: Run) -> Path:
+    run.folder.mkdir(exist_ok=True)
+    return save_checkpoint(
+        run,
+        state.model,
+        step=state.counters.step,
+        metadata={"model": {}, "tokenizer": {}},
+        tensors=state.tensors(),
+        values=state.values(),
+    )
+
+
+@pytest.mark.parametrize("memory_start", ["empty", "zeros"])
+@pytest.mark.parametrize("n", [1, 5, 20])
+def test_the_running_document_of_each_stream_is_resumed(tmp_path: Path, n: int, memory_start: str) -> None:
+    straight = start_with_documents(tmp_path, memory_start=memory_start)
+    assert straight.batches.steps_per_epoch == 22
+    for _ in range(n):
+        optimize(straight, rate=0.01, clip=0.25)
+    path = saved(straight, Run(tmp_path / "run"))
+    kept = load_state(path)[0]["memory.n_document"]
+    assert kept.tolist() == [_rows_after_the_last_end(straight, stream, n) for stream in range(4)]
+    for _ in range(6):
+        optimize(straight, rate=0.01, clip=0.25)
+    resumed = start_with_documents(tmp_path, memory_start=memory_start)
+    resumed.restore(path)
+    for _ in range(6):
+        optimize(resumed, rate=0.01, clip=0.25)
+    for one, other in (
+        (straight.tensors(), resumed.tensors()),
+        (straight.model.state_dict(), resumed.model.state_dict()),
+    ):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def _rows_after_the_last_end(state: TrainState, stream: int, n_segments: int) -> int:
+    begin = stream_start(stream, 700, 4)
+    stop = min(begin + 8 * n_segments, stream_start(stream + 1, 700, 4))
+    ids = state.batches.store.read(begin, stop).tolist()
+    n_before = state.model.lengths.n_rows_at_start
+    n_rows = min(12, n_before + len(ids))
+    return min(n_rows, ids[::-1].index(5) if 5 in ids else n_before + len(ids))
+
+
+def test_without_documents_the_state_has_the_names_it_had(tmp_path: Path) -> None:
+    state = start_with_documents(tmp_path, is_reset=False)
+    optimize(state, rate=0.01, clip=0.25)
+    names = {name for name in state.tensors() if name.startswith("memory.")}
+    assert names == {"memory.0", "memory.1", "memory.position"}
+
+
+@pytest.mark.parametrize(
+    ("n_document", "text"),
+    [
+        (None, "the memory has no number of the running document's rows for each stream"),
+        (
+            torch.zeros(3, dtype=torch.int64),
+            "the memory has no number of the running document's rows for each stream",
+        ),
+        (torch.zeros(4), "the memory has no number of the running document's rows for each stream"),
+        (torch.tensor([0, 0, 0, -1]), "the running document has more or less rows than the memory's 8"),
+        (torch.tensor([0, 9, 0, 0]), "the running document has more or less rows than the memory's 8"),
+    ],
+    ids=["none", "too few", "no integers", "negative", "too many"],
+)
+def test_documents_that_cannot_be_are_refused(tmp_path: Path, n_document: Tensor | None, text: str) -> None:
+    state = start_with_documents(tmp_path)
+    optimize(state, rate=0.01, clip=0.25)
+    run = Run(tmp_path / "run")
+    saved(state, run)
+    with changed_state(run, 1) as tensors:
+        del tensors["memory.n_document"]
+        if n_document is not None:
+            tensors["memory.n_document"] = n_document
+    with pytest.raises(UserError, match=f"the training state is damaged; {text}$"):
+        state.restore(run.checkpoint_path(1))
 
 
 @pytest.mark.parametrize("position", [torch.zeros(3, dtype=torch.int64), torch.zeros(4), torch.tensor(0)])

@@ -4,7 +4,7 @@ import json
 import pickle
 import re
 from collections.abc import Iterator, Sequence
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from txlcli.tokenizer import (
     default_vocab_size,
     load_tokenizer,
     pieces,
+    sampled_bytes,
     units,
     words,
 )
@@ -39,7 +40,34 @@ PROSE = (
 ) * 40
 
 
-def build(kind: str, text: str | bytes = PROSE, vocab_size: int | None = None, seed: int = 0) -> Tokenizer:
+# One text a script, and what trips tokenizers up: see the names.
+SCRIPTS = {
+    "chinese": "紅樓夢第一回　甄士隱夢幻識通靈，賈雨村風塵懷閨秀。「此開卷第一回也」\n𠀀𪚥〇\n",
+    "japanese": "吾輩は猫である。名前はまだ無い。ﾊﾝｶｸ ガ ｶﾞ 々〆ヶ、〜ー\n",
+    "korean": "나랏말싸미 듕귁에 달아 한글 한\n",
+    "arabic": "بِسْمِ ٱللَّهِ ٱلرَّحْمَٰنِ ٱلرَّحِيمِ‏ ١٢٣ لا ﷺ ـــ\n",
+    "hebrew": "בְּרֵאשִׁית בָּרָא אֱלֹהִים‎\n",
+    "thai": "กาลครั้งหนึ่งนานมาแล้ว มีน้ำใจ ๑๒๓ ฯลฯ\n",
+    "devanagari": "क्षत्रिय नमस्ते क्‍ष दुनिया।\n",
+    "tamil and khmer": "வணக்கம் உலகம் សួស្តីពិភពលោក\n",
+    "greek and cyrillic": "Ἐν ἀρχῇ ἦν ὁ λόγος· Слово о полку Игореве, ё й\n",
+    "emoji": "😀👩‍👩‍👧‍👦 🏳️‍🌈 🇫🇷👍🏽 ❤️ #️⃣ ☃︎\n",
+    "marks": "é é ọ̈ Z͑ͫ̓Ấ ää ñ ́alone\n",
+    "spaces": "a b c　d​e﻿f g hijkl  m   n\n \n\n",
+    "code": "def f(x):\n\tif x:\n\t\treturn {\n\t\t    'a':\t1,\r\n\t}\t \n        #\ttrailing \t\n\n\n",
+    "full width": "Ａ１ ﬁ ½ ① ㎏ Ⅷ ｶ x² ͍ İı ẞß ǅ\n",
+    "private and rare": " 󰀀 􏿽 ￾￿ � 𒀀 𓀀 𝔸 𞤀\n",
+    "directions": "a‮b‬ ⁦c⁩ ؜\n",
+}
+
+
+def build(
+    kind: str,
+    text: str | bytes = PROSE,
+    vocab_size: int | None = None,
+    seed: int = 0,
+    has_documents: bool = False,
+) -> Tokenizer:
     source = text.encode() if isinstance(text, str) else text
     return build_tokenizer(
         "word" if kind == "eos" else kind,
@@ -48,12 +76,18 @@ def build(kind: str, text: str | bytes = PROSE, vocab_size: int | None = None, s
         text=lambda: iter([source[i : i + 1000] for i in range(0, len(source), 1000)]),
         n_bytes=len(source),
         seed=seed,
+        has_documents=has_documents,
     )
 
 
 @cache
-def prose(kind: str) -> Tokenizer:
-    return build(kind)
+def prose(kind: str, has_documents: bool = False) -> Tokenizer:
+    return build(kind, has_documents=has_documents)
+
+
+@cache
+def of_scripts(kind: str) -> Tokenizer:
+    return build(kind, "".join(SCRIPTS.values()) * 20)
 
 
 def encode_in_chunks(tokenizer: Tokenizer, text: bytes, cuts: list[int]) -> tuple[list[int], list[int]]:
@@ -207,6 +241,160 @@ def test_pieces_learned_from_any_text_give_it_back(text: bytes, seed: int) -> No
     assert tokenizer.decode(tokenizer.encode(text).tolist()) == text
 
 
+# --- scripts -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", LOSSLESS)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_text_of_every_script_comes_back_exactly(kind: str, script: str) -> None:
+    text = (SCRIPTS[script] * 3).encode()
+    # Learned from this script, from all of them, and from English above all.
+    for tokenizer in (build(kind, text * 10), of_scripts(kind), prose(kind)):
+        ids, ends = tokenizer.encode_with_ends(text)
+        assert tokenizer.decode(ids.tolist()) == text
+        assert ends[-1] == len(text)
+        assert tokenizer.unknown_count(ids) == 0
+        assert not set(ids.tolist()) & set(tokenizer.control_ids)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_words_of_every_script_come_back_where_they_are_known(script: str) -> None:
+    text = SCRIPTS[script].encode()
+    tokenizer = build("word", text)
+    ids = tokenizer.encode(text)
+    assert tokenizer.unknown_count(ids) == 0
+    assert tokenizer.decode(ids.tolist()) == text
+    tokenizer = build("eos", text)
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids.tolist()).decode().split() == text.decode().split()
+
+
+@pytest.mark.parametrize("kind", LOSSLESS)
+@settings(max_examples=50)
+@given(data=st.data())
+def test_any_mixture_of_scripts_comes_back_in_any_chunks(kind: str, data: st.DataObject) -> None:
+    characters = st.sampled_from(sorted(set("".join(SCRIPTS.values()))))
+    text = data.draw(st.text(st.one_of(characters, st.characters(codec="utf-8")), max_size=200)).encode()
+    tokenizer = of_scripts(kind)
+    ids, ends = encode_in_chunks(tokenizer, text, data.draw(cuts))
+    assert tokenizer.decode(ids) == text
+    assert [len(tokenizer.decode([id])) for id in ids] == np.diff(ends, prepend=0).tolist()
+
+
+# --- documents ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40)
+@given(text=texts)
+def test_an_end_of_documents_changes_no_other_id(kind: str, text: bytes) -> None:
+    without, tokenizer = prose(kind), prose(kind, has_documents=True)
+    assert without.document_end is None
+    assert tokenizer.document_end == without.n_vocab == tokenizer.n_vocab - 1
+    assert tokenizer.document_end not in tokenizer.control_ids
+    assert (tokenizer.newline_id, tokenizer.is_lossless) == (without.newline_id, without.is_lossless)
+    ids, ends = tokenizer.encode_with_ends(text)
+    expected, expected_ends = without.encode_with_ends(text)
+    np.testing.assert_array_equal(ids, expected)
+    np.testing.assert_array_equal(ends, expected_ends)
+    assert tokenizer.decode(ids.tolist()) == without.decode(expected.tolist())
+    assert tokenizer.unknown_count(ids) == without.unknown_count(expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(first=texts, second=texts)
+@settings(max_examples=30)
+def test_an_end_of_documents_has_no_text_and_separates(kind: str, first: bytes, second: bytes) -> None:
+    tokenizer = prose(kind, has_documents=True)
+    end = tokenizer.document_end
+    assert end is not None
+    assert tokenizer.decode([end, end]) == b""
+    one, other = tokenizer.encode(first).tolist(), tokenizer.encode(second).tolist()
+    together = tokenizer.decode([*one, end, *other])
+    assert together == tokenizer.decode(one) + tokenizer.decode(other)
+    assert tokenizer.decode(other, after=end) == tokenizer.decode(other)
+    assert tokenizer.unknown_count(np.array([end])) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_vocabulary_says_that_it_has_documents_and_only_then(kind: str, tmp_path: Path) -> None:
+    tokenizer = prose(kind, has_documents=True)
+    tokenizer.save(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert loaded == tokenizer
+    assert loaded.document_end == tokenizer.document_end
+    assert loaded.fingerprint() != prose(kind).fingerprint()
+    fields = json.loads((tmp_path / "tokenizer.json").read_bytes())
+    assert fields.pop("documents") is True
+    assert fields == json.loads(prose(kind).files()["tokenizer.json"])
+    for wrong in (b"false", b"1", b'"yes"'):
+        data = tokenizer.files()["tokenizer.json"].replace(b'"documents": true', b'"documents": ' + wrong)
+        (tmp_path / "tokenizer.json").write_bytes(data)
+        with pytest.raises(UserError, match="its bytes are not as they were written"):
+            load_tokenizer(tmp_path)
+
+
+def test_files_without_documents_are_what_they_were(tmp_path: Path) -> None:
+    assert build("byte").files() == {"tokenizer.json": b'{"kind": "byte"}\n'}
+    assert build("char", "ab").files() == {"tokenizer.json": b'{"alphabet": "ab", "kind": "char"}\n'}
+    assert build("word", "b a b").files() == {"tokenizer.json": b'{"kind": "word", "tokens": ["b", "a"]}\n'}
+    assert build("eos", "b a b").files() == {
+        "tokenizer.json": b'{"kind": "word", "newlines": "eos", "tokens": ["<eos>", "b", "a", "<unk>"]}\n'
+    }
+
+
+def test_a_vocabulary_of_another_program_has_no_end_of_documents(tmp_path: Path) -> None:
+    for fields in ({"kind": "byte", "bytes": [97, 10]}, {"kind": "char", "characters": ["a", "\n"]}):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(fields, sort_keys=True) + "\n")
+        assert load_tokenizer(tmp_path).document_end is None
+        fields["documents"] = True
+        (tmp_path / "tokenizer.json").write_text(json.dumps(fields, sort_keys=True) + "\n")
+        with pytest.raises(UserError, match="its bytes are not as they were written"):
+            load_tokenizer(tmp_path)
+
+
+def test_to_the_library_an_end_of_documents_is_a_control_piece(tmp_path: Path) -> None:
+    import sentencepiece
+
+    text = "<document> the <document> fox\n" * 300
+    tokenizer = build("sentencepiece", text, has_documents=True)
+    assert isinstance(tokenizer, PieceTokenizer)
+    assert pieces.DOCUMENT_END not in tokenizer.pieces
+    tokenizer.save(tmp_path)
+    library = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    assert library.get_piece_size() == tokenizer.n_vocab
+    assert library.is_control(tokenizer.n_vocab - 1)
+    for line in ("<document>", "a<document>", " the <document> fox"):
+        ids = tokenizer.encode(line.encode()).tolist()
+        assert library.encode(line, out_type=int) == ids
+        assert tokenizer.document_end not in ids
+        assert tokenizer.decode(ids) == line.encode()
+
+
+@pytest.mark.parametrize(
+    ("kind", "vocab_size", "least"),
+    [
+        ("byte", 256, "257 or more (256 bytes, 1 document end)"),
+        ("char", 261, "262 or more (256 bytes, 5 characters, 1 document end)"),
+        ("word", 2, "3 or more (1 control id, 1 word, 1 document end)"),
+        ("eos", 3, "4 or more (2 control ids, 1 word, 1 document end)"),
+        ("sentencepiece", 262, "263 or more (1 control id, 256 bytes, 5 characters, 1 document end)"),
+    ],
+)
+def test_the_bound_counts_the_end_of_documents(kind: str, vocab_size: int, least: str) -> None:
+    with pytest.raises(UserError) as caught:
+        build(kind, "ab c\n", vocab_size=vocab_size, has_documents=True)
+    assert str(caught.value) == f"--vocab-size: too small for this text; got {vocab_size}; give {least}"
+    bound = int(least.split()[0])
+    assert build(kind, "ab c\n", vocab_size=bound, has_documents=True).n_vocab <= bound
+    assert build(kind, PROSE, vocab_size=400, has_documents=True).n_vocab <= 400
+
+
+def test_the_default_size_leaves_room_for_the_end_of_documents() -> None:
+    assert default_vocab_size(0, 512 - 257 - 1) == 512
+    assert default_vocab_size(0, 512 - 257) == 1024
+
+
 # --- words -------------------------------------------------------------------------------------------------
 
 
@@ -244,7 +432,7 @@ def test_words_come_back_within_their_vocabulary(text: bytes) -> None:
     text = re.sub(rb"\w{65,}", b"x", text)
     if not text.decode(errors="replace").strip():
         return
-    tokenizer = WordTokenizer.build(iter([text]), None)
+    tokenizer = WordTokenizer.build(iter([text]), None, seed=0)
     ids, ends = tokenizer.encode_with_ends(text)
     if tokenizer.unknown_count(ids) == 0:
         assert tokenizer.decode(ids.tolist()) == text
@@ -592,12 +780,14 @@ def test_blocks_are_of_one_size(text: bytes, sizes: list[int], size: int) -> Non
 
 def test_a_short_text_is_its_own_sample() -> None:
     text = PROSE.encode()
-    assert units.sample(in_chunks(text, 999), 0) == [text]
+    assert list(units.sample(in_chunks(text, 999), 0)) == [text]
 
 
 @pytest.mark.parametrize("form", ["lines", "words", "characters"])
 def test_a_sample_is_bounded_seeded_and_spread(form: str) -> None:
-    sample = partial(units.sample, n_bytes=64_000, block_bytes=1000)
+    def sample(chunks: Iterator[bytes], seed: int) -> list[bytes]:
+        return list(units.sample(chunks, seed, n_bytes=64_000, block_bytes=1000))
+
     line = {"lines": "{:07d} 東京\n", "words": "{:07d} 東京 ", "characters": "{:07d}東京"}[form]
     text = "".join(line.format(number) for number in range(60_000)).encode()
     stretches = sample(in_chunks(text, 777), 1)
@@ -625,10 +815,25 @@ def test_pieces_of_one_long_line_are_those_of_lines() -> None:
 def test_equal_texts_and_seeds_give_equal_vocabularies(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in KINDS:
         assert build(kind).files() == build(kind).files()
-    monkeypatch.setattr(pieces, "sample", partial(units.sample, n_bytes=4000, block_bytes=500))
     text = "".join(f"{number * number} " for number in range(4000))
-    assert build("sentencepiece", text, seed=1).files() == build("sentencepiece", text, seed=1).files()
-    assert build("sentencepiece", text, seed=1).files() != build("sentencepiece", text, seed=2).files()
+    sample = units.sample
+    for kind, module in (("sentencepiece", pieces), ("word", words)):
+        monkeypatch.setattr(
+            module, "sample", lambda chunks, seed, **_: sample(chunks, seed, n_bytes=4000, block_bytes=500)
+        )
+        assert build(kind, text, seed=1).files() == build(kind, text, seed=1).files()
+        assert build(kind, text, seed=1).files() != build(kind, text, seed=2).files()
+    assert build("eos", text, seed=1).files() == build("eos", text, seed=2).files()
+
+
+def test_what_is_learned_from_is_bounded_by_kind() -> None:
+    assert [sampled_bytes(kind) for kind in ("byte", "char", "word", "sentencepiece")] == [
+        None,
+        None,
+        2**25,
+        2**23,
+    ]
+    assert sampled_bytes("word", "eos") is None
 
 
 # --- files -------------------------------------------------------------------------------------------------

@@ -140,6 +140,17 @@ class TestWindows:
         for n_side in (1, 3, 8) if name == "relative" else (7,):
             assert_same(by_windows(model, store, np.arange(1, N_TEXT), length, n_side), expected)
 
+    @pytest.mark.parametrize("name", MODELS)
+    def test_a_window_sees_its_last_document_only(self, store_of, name):
+        ids = draw_ids() % (N_VOCAB - 1)
+        ids[[3, 9, 10, 30]] = N_VOCAB - 1
+        model, lengths = build(**MODELS[name], reset_memory_at_documents=True), Lengths(4, 5)
+        expected = one_by_one(model, ids, lengths, 9)
+        for n_side in (1, 8):
+            assert_same(by_windows(model, store_of(ids), np.arange(1, N_TEXT), 9, n_side), expected)
+        model.document_end = None
+        assert (one_by_one(model, ids, lengths, 9) - expected).abs().max() > 1e-3
+
     @pytest.mark.parametrize("name", ["relative", "shaw"])
     def test_distances_are_clamped(self, store_of, name):
         ids, model, lengths = draw_ids(), build(**MODELS[name]), Lengths(3, 7, clamp_len=2)
@@ -250,8 +261,9 @@ class TestScore:
         assert found.nll_difference_se == pytest.approx(se, rel=1e-8)  # differences lose digits
         assert found.ideal_ratio == ideal_ratio(length, *layer_macs(model))
 
-    def test_all_tokens_and_batch_sizes_give_the_same_losses(self, store_of):
-        model, store = build(), store_of(draw_ids())
+    @pytest.mark.parametrize("is_reset", [False, True])
+    def test_all_tokens_and_batch_sizes_give_the_same_losses(self, store_of, is_reset):
+        model, store = build(reset_memory_at_documents=is_reset), store_of(draw_ids())
         draw = drawn(model, store)
         whole = final_score(evaluate(model, store))
         for n_side in (1, 3, None):

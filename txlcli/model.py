@@ -95,10 +95,13 @@ class Memory(NamedTuple):
         hidden: The last inputs of each layer, detached: N tensors [B, M, D] in float32 at least, M <=
             mem_len.
         position: Position in the text of each stream's next token, counted from where its memory was empty.
+        n_document: Of each stream's rows the last so many belong to the document of its next token; None: all
+            of them, or documents do not matter.
     """
 
     hidden: tuple[Tensor, ...]
     position: Int[Tensor, " B"]
+    n_document: Int[Tensor, " B"] | None = None
 
 
 class KVCache(NamedTuple):
@@ -116,6 +119,8 @@ class KVCache(NamedTuple):
         n_segment: Rows of the current segment, at most tgt_len.
         lengths: The lengths that the cache was made for.
         arrays: The layers as `single` takes them; None: single tokens go the way of all.
+        n_document: Of each stream's rows the last so many belong to the document of its next token; None: all
+            of them, or documents do not matter.
     """
 
     keys: tuple[Tensor, ...]
@@ -126,6 +131,7 @@ class KVCache(NamedTuple):
     n_segment: int
     lengths: Lengths
     arrays: tuple[single.LayerArrays, ...] | None = None
+    n_document: Int[Tensor, " B"] | None = None
 
     def repeat(self, n_streams: int) -> "KVCache":
         """Return a cache of `n_streams` copies of this cache's one stream."""
@@ -133,7 +139,23 @@ class KVCache(NamedTuple):
             keys=_copies([buffer.expand(n_streams, -1, -1, -1) for buffer in self.keys]),
             values=_copies([buffer.expand(n_streams, -1, -1, -1) for buffer in self.values]),
             position=self.position.repeat(n_streams),
+            n_document=None if self.n_document is None else self.n_document.repeat(n_streams),
         )
+
+    def first_streams(self, n_streams: int) -> "KVCache":
+        """Return a view of the first streams; the same cache if it has no others."""
+        if n_streams == len(self.keys[0]):
+            return self
+        return self._replace(
+            keys=tuple(buffer[:n_streams] for buffer in self.keys),
+            values=tuple(buffer[:n_streams] for buffer in self.values),
+            position=self.position[:n_streams],
+            n_document=None if self.n_document is None else self.n_document[:n_streams],
+        )
+
+    def emptied(self, position: Int[Tensor, " B"]) -> "KVCache":
+        """Return a cache over the same buffers without rows, for texts that begin at these positions."""
+        return self._replace(n_memory=0, n_segment=0, position=position, n_document=None)
 
 
 class Projected(NamedTuple):
@@ -240,7 +262,8 @@ class TransformerXL(nn.Module):
     """A language model over `n_vocab` tokens: a function of tokens and memory.
 
     `forward(tokens, memory, targets)` is `hidden_states(tokens, memory)` and the loss; `extend(tokens,
-    cache)` is the same computation for inference.
+    cache)` is the same computation for inference. With `reset_memory_at_documents` the last id is that of a
+    document's end, and a token sees nothing before the start of its document.
 
     Raises:
         UserError: the settings do not fit a vocabulary of this size.
@@ -253,6 +276,7 @@ class TransformerXL(nn.Module):
         )
         self.scheme, self.dropout = config.position, config.dropout
         self.d_model, self.n_head, self.d_head = config.d_model, config.n_head, config.d_head
+        self.document_end = n_vocab - 1 if config.reset_memory_at_documents else None
         clusters = clusters_of(config, n_vocab)
         self.embed = AdaptiveEmbedding(clusters)
         self.head = AdaptiveHead(clusters, tied=config.tied, tie_projs=config.tie_projs)
@@ -369,14 +393,16 @@ class TransformerXL(nn.Module):
         n_keys = n_memory + n_tokens
         x = self._embed(tokens, memory.position, 0)
         rows_by_distance = self._encode_distances(n_keys, self.lengths.clamp_len)
-        first = self._first_keys(tokens, n_keys, self.lengths)
+        first, n_document = self._first_keys(tokens, n_memory, memory.n_document, self.lengths)
 
         new_hidden = []
         for n, (layer, past) in enumerate(zip(self.each_layer(), memory.hidden, strict=True)):
             new_hidden.append(_last_rows(past, x, self.lengths.mem_len))
             qkv = layer.attention.project_with(layer.attention_rows(past), layer.attention_rows(x))
             x = layer(x, qkv, self._bias(n, layer, rows_by_distance), first)
-        new_memory = Memory(tuple(new_hidden), memory.position + n_tokens)
+        if n_document is not None:
+            n_document = n_document.clamp(max=new_hidden[0].shape[1])
+        new_memory = Memory(tuple(new_hidden), memory.position + n_tokens, n_document)
         return F.dropout(self.norm(x), self.dropout, self.training), new_memory
 
     def new_cache(
@@ -448,27 +474,16 @@ class TransformerXL(nn.Module):
         n_keys = begin + n_new
         x = self._embed(tokens, cache.position, cache.n_segment)
         is_single = n_new == 1 and len(tokens) <= single.MAX_STREAMS and not torch.is_grad_enabled()
+        first, n_document = self._first_keys(tokens, begin, cache.n_document, lengths)
+        extended = cache._replace(n_segment=cache.n_segment + n_new, n_document=n_document)
         if is_single and cache.arrays is not None:
-            out = self._extend_single(x, cache, begin, cache.arrays)
-            return self.norm(out), cache._replace(n_segment=cache.n_segment + n_new)
-        first = self._first_keys(tokens, n_keys, lengths)
+            return self.norm(_extend_single(x, cache, first, cache.arrays)), extended
         buffers = zip(self.each_layer(), cache.keys, cache.values, cache.biases, strict=True)
         for layer, keys, values, bias in buffers:
             q, k, v = layer.attention.project(layer.attention_rows(x))
             keys[:, :, begin:n_keys], values[:, :, begin:n_keys] = k, v
             x = layer(x, Projected(q, keys[:, :, :n_keys], values[:, :, :n_keys]), bias, first)
-        return self.norm(x), cache._replace(n_segment=cache.n_segment + n_new)
-
-    def _extend_single(
-        self, x: Float[Tensor, "B 1 D"], cache: KVCache, n_past: int, layers: tuple[single.LayerArrays, ...]
-    ) -> Float[Tensor, "B 1 D"]:
-        """Run the layers over one token of each stream."""
-        span = cache.lengths.span
-        first = 0 if span is None else max(0, n_past + 1 - span)
-        row = x[:, 0].numpy()
-        for layer, keys, values in zip(layers, cache.keys, cache.values, strict=True):
-            row = single.step(row, layer, keys, values, first, n_past)
-        return torch.from_numpy(row)[:, None]
+        return self.norm(x), extended
 
     def log_probs(self, hidden: Float[Tensor, "... D"]) -> Float[Tensor, "... V"]:
         """Return the log-probabilities of the whole vocabulary after each hidden state (float32 at least)."""
@@ -525,13 +540,39 @@ class TransformerXL(nn.Module):
         return bias._replace(u=u, w=w)
 
     def _first_keys(
-        self, tokens: Int[Tensor, "B T"], n_keys: int, lengths: Lengths
-    ) -> Int[Tensor, "B T"] | None:
-        """Return the first key that each query may see under same_length."""
-        if lengths.span is None:
-            return None
-        position = torch.arange(n_keys - tokens.shape[1], n_keys, device=tokens.device)
-        return (position - lengths.span + 1).clamp(min=0).expand_as(tokens)
+        self, tokens: Int[Tensor, "B T"], n_past: int, n_document: Int[Tensor, " B"] | None, lengths: Lengths
+    ) -> tuple[Int[Tensor, "B T"] | None, Int[Tensor, " B"] | None]:
+        """Return the first key that each query may see, and how many keys the next token's document has.
+
+        Query i stands at key p_i = n_past + i. Under same_length it sees keys from p_i + 1 - span on, and by
+        documents those from s_i on:
+
+            s_0 = n_past - n_document,   s_{i+1} = p_i + 1 where token i ends a document, else s_i
+
+        Args:
+            tokens: The queries' tokens.
+            n_past: Rows before them (memory, and the segment so far).
+            n_document: Of these the last so many belong to the document of the first query; None: all.
+            lengths: Whose same_length holds.
+
+        Returns:
+            The first keys; None: all are seen. The number of keys; None: documents do not matter.
+        """
+        if lengths.span is None and self.document_end is None:
+            return None, None
+        position = torch.arange(n_past, n_past + tokens.shape[1], device=tokens.device)
+        first = None
+        if lengths.span is not None:
+            first = (position - lengths.span + 1).clamp(min=0).expand_as(tokens)
+        if self.document_end is None:
+            return first, None
+        start = torch.zeros_like(tokens[:, :1]) if n_document is None else n_past - n_document[:, None]
+        # Where no document ends 0 does no harm: no start lies before it.
+        ends = torch.where(tokens == self.document_end, position + 1, 0)
+        starts = torch.cat([start, ends], dim=1).cummax(dim=1).values  # [B, T+1]
+        by_document = starts[:, :-1]
+        first = by_document if first is None else torch.maximum(first, by_document)
+        return first, n_past + tokens.shape[1] - starts[:, -1]
 
 
 def clusters_of(config: ModelConfig, n_vocab: int) -> Clusters:
@@ -620,6 +661,24 @@ def _arrays(layer: Layer, bias: RelativeBias | None) -> single.LayerArrays:
     )
 
 
+def _extend_single(
+    x: Float[Tensor, "B 1 D"],
+    cache: KVCache,
+    first: Int[Tensor, "B 1"] | None,
+    layers: tuple[single.LayerArrays, ...],
+) -> Float[Tensor, "B 1 D"]:
+    """Run the layers over one token of each stream."""
+    n_past = cache.n_memory + cache.n_segment
+    firsts = [0] if first is None else first[:, 0].tolist()
+    begin, hidden = min(firsts), None
+    if max(firsts) > begin and first is not None:  # documents began at different rows
+        hidden = torch.arange(begin, n_past + 1) < first
+    row = x[:, 0].numpy()
+    for layer, keys, values in zip(layers, cache.keys, cache.values, strict=True):
+        row = single.step(row, layer, keys, values, begin, n_past, hidden)
+    return torch.from_numpy(row)[:, None]
+
+
 def _last_rows(past: Tensor, x: Tensor, n_rows: int) -> Tensor:
     """Return the last rows of memory and segment, without gradient."""
     n_tokens = x.shape[1]
@@ -636,4 +695,6 @@ def _next_segment(cache: KVCache) -> KVCache:
         for buffer in (*cache.keys, *cache.values):
             # Source and destination overlap where mem_len > tgt_len, hence the clone.
             buffer[:, :, :n_kept] = buffer[:, :, n_rows - n_kept : n_rows].clone()
-    return cache._replace(n_memory=n_kept, n_segment=0, position=cache.position + cache.n_segment)
+    n_document = None if cache.n_document is None else cache.n_document.clamp(max=n_kept)
+    position = cache.position + cache.n_segment
+    return cache._replace(n_memory=n_kept, n_segment=0, position=position, n_document=n_document)

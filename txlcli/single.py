@@ -6,7 +6,8 @@ after row of a matrix, and calls that take a microsecond. The equations are thos
 
     out = sum_j softmax(((q + u) . k_j + (q + w) . r_{n-j}) / sqrt(E))_j (v_j + values_{n-j})
 
-with one query, whose distances are its keys (see `attention.relative_attention`).
+with one query, whose distances are its keys (see `attention.relative_attention`). Keys that no stream sees
+are left out; those that only some do not see get a weight of 0 there.
 """
 
 import math
@@ -79,7 +80,15 @@ def product(weight: Floats, rows: Floats) -> Floats:
     return np.stack([np.einsum("oi,i->o", weight, row) for row in rows])
 
 
-def step(x: Floats, layer: LayerArrays, keys: Tensor, values: Tensor, first: int, n_past: int) -> Floats:
+def step(
+    x: Floats,
+    layer: LayerArrays,
+    keys: Tensor,
+    values: Tensor,
+    first: int,
+    n_past: int,
+    hidden: Tensor | None = None,
+) -> Floats:
     """Run the next token of each stream through a layer.
 
     Args:
@@ -87,8 +96,10 @@ def step(x: Floats, layer: LayerArrays, keys: Tensor, values: Tensor, first: int
         layer: Its weights.
         keys: Buffer of keys, [B, H, C, E]; row `n_past` is written.
         values: The same of values.
-        first: The first row that is seen.
+        first: The first row that any stream sees.
         n_past: Rows of memory and of the segment so far.
+        hidden: [B, n_past + 1 - first], true where a stream does not see a row from `first` on; None: all are
+            seen.
     """
     rows = layer.attention_norm(x) if layer.is_prenorm else x
     shape = keys.shape[0], keys.shape[1], keys.shape[3]
@@ -96,7 +107,7 @@ def step(x: Floats, layer: LayerArrays, keys: Tensor, values: Tensor, first: int
     keys.numpy()[:, :, n_past] = product(layer.k, rows).reshape(shape)
     values.numpy()[:, :, n_past] = product(layer.v, rows).reshape(shape)
     seen = slice(first, n_past + 1)
-    attended = attend(torch.from_numpy(q), keys[:, :, seen], values[:, :, seen], layer.bias)
+    attended = attend(torch.from_numpy(q), keys[:, :, seen], values[:, :, seen], layer.bias, hidden)
     x = x + product(layer.o, attended.reshape(len(x), -1))
     if not layer.is_prenorm:
         x = layer.attention_norm(x)
@@ -109,8 +120,13 @@ def step(x: Floats, layer: LayerArrays, keys: Tensor, values: Tensor, first: int
     return x if layer.is_prenorm else layer.feedforward_norm(x)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, bias: RelativeBias | None) -> Floats:
-    """Attend from one query a stream, [B, H, E], to keys and values [B, H, S, E]; return [B, H, 1, E]."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, bias: RelativeBias | None, hidden: Tensor | None = None
+) -> Floats:
+    """Attend from one query a stream, [B, H, E], to keys and values [B, H, S, E]; return [B, H, 1, E].
+
+    `hidden` [B, S] is true where a stream does not see a key.
+    """
     n_streams, n_heads, n_keys, d_head = k.shape
     q = q / math.sqrt(d_head)
     content = q if bias is None or bias.u is None else q + bias.u / math.sqrt(d_head)
@@ -119,6 +135,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: RelativeBias | None) -> Floats
         position = q if bias.w is None else q + bias.w / math.sqrt(d_head)
         by_distance = torch.bmm(position.transpose(0, 1), bias.r[:, -n_keys:].mT)  # [H, B, S]
         scores += by_distance.transpose(0, 1)
+    if hidden is not None:
+        scores.masked_fill_(hidden[:, None], -math.inf)
     weights = scores.softmax(-1)[:, :, None].numpy()
     # NumPy's products of rows with narrow matrices were measured to be faster here, torch's the other way on.
     out: Floats = np.matmul(weights, v.numpy())

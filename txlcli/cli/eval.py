@@ -460,6 +460,7 @@ def _score_row(
             text.counts,
             # The vocabulary of bytes has a newline even where none comes any more.
             newline_id=None if lm.config.data.newlines == "drop" else lm.tokenizer.newline_id,
+            document_end=lm.tokenizer.document_end,
             lengths=lengths,
             n_stream=request.batch_size,
             precision=precision,

@@ -284,6 +284,13 @@ class ModelConfig:
         more="off: all of memory and the segment up to itself, so later queries of a segment see more. "
         "mem_len: so many keys, as the authors' PyTorch code has it. mem_len+1: one more, as in TensorFlow.",
     )
+    reset_memory_at_documents: bool = option(
+        False,
+        "attention sees nothing before the start of a token's document",
+        more="Exactly, in memory and inside a segment; the corpus must be made of documents. A document's "
+        "end belongs to the document that it ends, so the first token of the next is predicted from there. "
+        "Absolute positions do not restart with a document.",
+    )
     tied: bool = option(True, "one table for input and output embeddings", shapes_weights=True)
     d_embed: int | None = option(
         None, "width of the embeddings; none: d_model", min=1, max=10**6, shapes_weights=True

@@ -10,6 +10,8 @@ and give the same totals, because what a segment's outputs depend on ends somewh
 * Under same_length a query sees `span` keys, itself included, wherever segments begin: layer by layer that is
   N (span - 1) tokens, ceil(N (span - 1) / T) segments.
 
+A model whose memory ends with documents sees less, and never more.
+
 So every stream but the first starts that many segments early, at a segment's start with an empty memory, and
 the losses of those are not counted. Absolute positions restart on the same grid in every stream, or run on
 through the text: then each stream begins at its place there. `lay_out` gives all streams equally many

@@ -14,7 +14,7 @@ from txlcli.data import TokenStore
 from txlcli.device import Precision, autocast
 from txlcli.evaluate.score import EvalProgress
 from txlcli.evaluate.streams import MAX_LOGITS, measure
-from txlcli.model import KVCache, Lengths, TransformerXL
+from txlcli.model import Lengths, TransformerXL
 
 Nats: TypeAlias = npt.NDArray[np.float64]
 Record: TypeAlias = Callable[[int, Nats], None]
@@ -65,7 +65,7 @@ def run(
         window = torch.from_numpy(_read(store, active, offset, width, start_id)).to(model.device)
         picked, spans = _pick(active, offset, width)
         with computing(model, lengths, precision):
-            hidden, cache = model.extend(window[:, :-1], _first_streams(cache, len(active)))
+            hidden, cache = model.extend(window[:, :-1], cache.first_streams(len(active)))
             nll = picked_nll(model, hidden, window[:, 1:], picked)
         yield StepResult(nll, spans, sum(min(width, row.length - offset) for row in active))
 
@@ -113,17 +113,6 @@ def picked_nll(
     # Weights so large that scores overflow give no distribution at all, which is no better than a probability
     # of 0.
     return nll.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
-
-
-def _first_streams(cache: KVCache, n_stream: int) -> KVCache:
-    """Return a view of a cache's first streams."""
-    if n_stream == len(cache.keys[0]):
-        return cache
-    return cache._replace(
-        keys=tuple(buffer[:n_stream] for buffer in cache.keys),
-        values=tuple(buffer[:n_stream] for buffer in cache.values),
-        position=cache.position[:n_stream],
-    )
 
 
 @contextmanager

@@ -27,7 +27,8 @@ class Score:
         n_characters: Characters that end with a scored token; None: unknown.
         n_words: Words that end with a scored token; None: unknown.
         context_min: Tokens that a prediction sees directly, the current one included: the fewest in a full
-            segment with a full memory. This and the next two never exceed the text.
+            segment with a full memory. This and the next two never exceed the text; a prediction near the
+            start of its document sees less where memory ends with documents.
         context_max: The most.
         receptive_field: Tokens that the last prediction of a full segment depends on through all layers.
         is_beyond_training: Whether memory or segment is longer than the model was trained with.

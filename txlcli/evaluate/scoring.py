@@ -90,6 +90,7 @@ def evaluate_by_line(
     counts: Counts | None = None,
     *,
     newline_id: int | None,
+    document_end: int | None = None,
     lengths: Lengths | None = None,
     n_stream: int | None = None,
     precision: Precision = "fp32",
@@ -98,7 +99,8 @@ def evaluate_by_line(
 ) -> Iterator[EvalProgress | Score]:
     """Score each line from an empty memory after a newline token, so that its first token is scored too.
 
-    The newline that ends a line is scored as its last token. Lines of similar length run side by side: what
+    The newline that ends a line is scored as its last token. A document's end also ends a line; right after a
+    newline it is the last token of the line before. Lines of similar length run side by side: what
     fills up the shorter ones comes after their tokens, where a causal model cannot see it. A line longer than
     tgt_len runs segment by segment with memory.
 
@@ -107,6 +109,7 @@ def evaluate_by_line(
         store: The text's tokens.
         counts: Bytes, characters and words that end with each token; None: unknown.
         newline_id: The token that ends a line and stands before each; None: the vocabulary has none.
+        document_end: The token that ends a document; None: the vocabulary has none.
         lengths: Lengths to score at; None: those of training.
         n_stream: As many lines run side by side as make up the tokens of at most so many full segments.
         precision: What matrix products run in.
@@ -127,7 +130,7 @@ def evaluate_by_line(
     tally = Tally(model.device, total=store.n_tokens, record=record)
     n_line = longest = widest = 0
     with evaluation_mode(model):
-        for lines in _lots_of_lines(store, newline_id):
+        for lines in _lots_of_lines(store, newline_id, document_end):
             n_line, longest = n_line + len(lines), max(longest, lines[0].length)
             for rows, run_lengths in _batch_lines(model, lines, usable(asked), n_stream or MAX_STREAMS):
                 widest = max(widest, len(rows))
@@ -160,13 +163,18 @@ def _share_rows(model: TransformerXL, lengths: Lengths, n_text: int, n_stream: i
     ]
 
 
-def _lots_of_lines(store: TokenStore, newline_id: int) -> Iterator[list[Row]]:
+def _lots_of_lines(store: TokenStore, newline_id: int, document_end: int | None) -> Iterator[list[Row]]:
     """Find the lines, and yield them in lots of about `WINDOW_TOKENS` tokens, longest first in each."""
     lines: list[Row] = []
     begin = lot_begin = 0
     for start in range(0, store.n_tokens, COUNT_BLOCK):
         stop = min(start + COUNT_BLOCK, store.n_tokens)
-        ends = (start + 1 + np.flatnonzero(store.read(start, stop) == newline_id)).tolist()
+        ids = store.read(start, min(stop + 1, store.n_tokens))
+        is_end = ids == newline_id
+        if document_end is not None:
+            is_end[:-1] &= ids[1:] != document_end
+            is_end |= ids == document_end
+        ends = (start + 1 + np.flatnonzero(is_end[: stop - start])).tolist()
         if stop == store.n_tokens and ends[-1:] != [stop]:
             ends.append(stop)  # a last line without a newline
         for end in ends:

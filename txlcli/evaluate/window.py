@@ -299,7 +299,7 @@ class Windows:
         position, last = torch.from_numpy(begins).to(device), torch.from_numpy(ends - begins - 1).to(device)
         try:
             with computing(self.model, self.lengths, self.precision):
-                empty = self._cache._replace(n_memory=0, n_segment=0, position=position)
+                empty = self._cache.emptied(position)
                 hidden, self._cache = self.model.extend(torch.from_numpy(tokens).to(device), empty)
                 hidden = hidden[torch.arange(len(last), device=device), last][:, None]
                 nll = picked_nll(self.model, hidden, torch.from_numpy(targets).to(device), None)

@@ -13,11 +13,23 @@ float64:
     temperature           p_i^(1/temperature), normalized; 0: all of it on the most probable token
     top-k, top-p, min-p   see `keep_top_k`, `keep_top_p`, `keep_min_p`
 
+A sample ends with the document if its tokenizer has a token for that and it is drawn.
+
 Every sample has a random stream of its own, a function of the seed and the sample's number, and takes one
 number from it for each token.
 """
 
-from txlcli.generate.decode import LENGTH, Event, GeneratedText, Piece, feed, generate, in_order, read_prompt
+from txlcli.generate.decode import (
+    DOCUMENT,
+    LENGTH,
+    Event,
+    GeneratedText,
+    Piece,
+    feed,
+    generate,
+    in_order,
+    read_prompt,
+)
 from txlcli.generate.joined import joined
 from txlcli.generate.options import SamplingOptions
 from txlcli.generate.sampling import (
@@ -32,6 +44,7 @@ from txlcli.generate.sampling import (
 from txlcli.generate.text import Prompt, encode_prompt, split_at_stop, to_bytes
 
 __all__ = [
+    "DOCUMENT",
     "LENGTH",
     "Event",
     "GeneratedText",

@@ -24,6 +24,7 @@ from txlcli.tokenizer import Tokenizer
 _PIECE_TOKENS = 256
 
 LENGTH = "length"
+DOCUMENT = "document"
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class GeneratedText:
         sample: Its number, from 0.
         prompt: The prompt's text.
         text: The text after the prompt, without the stop text that ended it.
-        tokens: Tokens drawn, those of the stop text included.
-        stop: The stop text that ended it, else `length`.
+        tokens: Tokens drawn, those of the stop text and the document's end included.
+        stop: The stop text that ended it, `document` where the model ended its document, else `length`.
         seed: Seed of the random stream, together with `sample`.
         tokens_per_s: Speed after the prompt and the first token; None if there was no second.
         logprobs: Of each token drawn the model's own log-probability in nats, before temperature and filters.
@@ -229,11 +230,15 @@ class _Sample:
         self.recent.append(token)
         self.previous = token
 
-        is_last = len(self.ids) == self.options.max_tokens
-        text = self.waiting + self.decoder.decode(source, final=is_last)
+        end = None
+        if token == self.tokenizer.document_end:
+            end = DOCUMENT
+        elif len(self.ids) == self.options.max_tokens:
+            end = LENGTH
+        text = self.waiting + self.decoder.decode(source, final=end is not None)
         shown, self.waiting, self.stop = split_at_stop(text, self.options.stop)
-        if is_last and self.stop is None:
-            shown, self.stop = shown + self.waiting, LENGTH
+        if end is not None and self.stop is None:
+            shown, self.stop = shown + self.waiting, end
         self.texts.append(shown)
         return shown
 

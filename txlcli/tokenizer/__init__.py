@@ -10,6 +10,9 @@ Inside the program text is UTF-8 bytes (for `byte`: any bytes). What each kind p
     sentencepiece   <unk>, 256 bytes, the training text's pieces      any; a new character costs its bytes
     byte, char      those of another program's vocabulary             what it takes; other text is refused
 
+Where a run's text is made of documents, each kind but the last has one more id, the last, which ends a
+document: no text is turned into it, it gives back no text, and it may be drawn.
+
 Long text is encoded in chunks that give the ids of one pass, because encoding works on *units* that stand for
 themselves (see `units`): read, take `complete_prefix` of what has been read, encode that, keep the rest for
 the next chunk. No unit is longer than 4,096 bytes, so what is kept is short.
@@ -32,7 +35,7 @@ from txlcli.tokenizer.pieces import PieceTokenizer, default_vocab_size
 from txlcli.tokenizer.stored import MAX_VOCAB, Ids, damaged, read_fields
 from txlcli.tokenizer.symbols import ByteTokenizer, CharTokenizer
 from txlcli.tokenizer.table import TableTokenizer
-from txlcli.tokenizer.units import SAMPLE_BYTES
+from txlcli.tokenizer.units import SAMPLE_BYTES, WORD_SAMPLE_BYTES
 from txlcli.tokenizer.words import WordTokenizer
 
 __all__ = [
@@ -49,6 +52,7 @@ __all__ = [
     "default_vocab_size",
     "load_tokenizer",
     "refuse_missing_moses",
+    "sampled_bytes",
 ]
 
 
@@ -67,6 +71,13 @@ class Tokenizer(Protocol):
     @property
     def control_ids(self) -> tuple[int, ...]:
         """Ids that stand for lost text; never drawn when sampling."""
+
+    @property
+    def document_end(self) -> int | None:
+        """The id that ends a document, n_vocab - 1; None where the run has no documents.
+
+        Encoding never gives it, it decodes to nothing, and it may be drawn when sampling.
+        """
 
     @property
     def is_lossless(self) -> bool:
@@ -126,6 +137,7 @@ def build_tokenizer(
     n_bytes: int,
     seed: int,
     newlines: Literal["keep", "drop", "eos"] = "keep",
+    has_documents: bool = False,
 ) -> Tokenizer:
     """Make a vocabulary out of the training text.
 
@@ -135,23 +147,33 @@ def build_tokenizer(
             for the others.
         text: Starts a fresh pass over the training text in chunks.
         n_bytes: Size of the training text, about.
-        seed: Chooses what sentencepiece learns from in a text of more than SAMPLE_BYTES.
+        seed: Chooses what is learned from in a text of more than `sampled_bytes`.
         newlines: `eos`, with `word` only: a newline is the word `<eos>`. Dropped ones are not in `text`.
+        has_documents: The last id ends a document; the bound counts it.
 
     Raises:
         UserError: the bound leaves no room for what the kind always needs, or the text has no words.
     """
     if kind == "byte":
-        return ByteTokenizer.build(vocab_size)
+        return ByteTokenizer.build(vocab_size, has_documents=has_documents)
     if kind == "char":
-        return CharTokenizer.build(text(), vocab_size)
+        return CharTokenizer.build(text(), vocab_size, has_documents=has_documents)
     if kind == "word" and newlines == "eos":
-        return CorpusWordTokenizer.build(text(), vocab_size)
+        return CorpusWordTokenizer.build(text(), vocab_size, has_documents=has_documents)
     if kind == "word":
-        return WordTokenizer.build(text(), vocab_size)
+        return WordTokenizer.build(text(), vocab_size, seed=seed, has_documents=has_documents)
     if kind == "sentencepiece":
-        return PieceTokenizer.build(text(), vocab_size, n_bytes=n_bytes, seed=seed)
+        return PieceTokenizer.build(
+            text(), vocab_size, n_bytes=n_bytes, seed=seed, has_documents=has_documents
+        )
     raise ValueError(f"no tokenizer is called {kind!r}")
+
+
+def sampled_bytes(kind: str, newlines: str = "keep") -> int | None:
+    """Return how many bytes of a long text a vocabulary is learned from at most; None: from all of it."""
+    if kind == "sentencepiece":
+        return SAMPLE_BYTES
+    return WORD_SAMPLE_BYTES if kind == "word" and newlines != "eos" else None
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -8,7 +8,8 @@ given back with single spaces. A word of more than 4,096 bytes is cut as a line 
 
 Ids: 0 is `<eos>`, then words from the most to the least frequent, and `<unk>` among them. It stands for
 whatever is not in the vocabulary, and is also what a text means that spells it, as published corpora do. A
-text that spells `<eos>` gets `<unk>`: only a newline may end a line.
+text that spells `<eos>` gets `<unk>`: only a newline may end a line. Where the text is made of documents,
+the last id ends each; it has no spelling.
 
 A vocabulary of another program may have other names for the two, or no `<unk>`; then a text with a word that
 it does not have is refused. It may also be one of lower-case text: then a text's words are lowered before
@@ -34,6 +35,8 @@ from txlcli.tokenizer.stored import (
     Ids,
     check_files,
     damaged,
+    document_field,
+    has_documents,
     hash_files,
     read_strings,
     to_json,
@@ -59,27 +62,33 @@ class CorpusWordTokenizer:
         newline: The token of a newline.
         unknown: The token of all other words; None: there are no others.
         is_lowered: Words are read in lower case.
+        has_documents: There is an id after the words that ends a document.
     """
 
     tokens: tuple[str, ...]
     newline: str = EOS
     unknown: str | None = UNKNOWN
     is_lowered: bool = False
+    has_documents: bool = False
 
     kind = "word"
     is_lossless = False
 
     @classmethod
-    def build(cls, chunks: Iterable[bytes], vocab_size: int | None) -> "CorpusWordTokenizer":
+    def build(
+        cls, chunks: Iterable[bytes], vocab_size: int | None, *, has_documents: bool = False
+    ) -> "CorpusWordTokenizer":
         """Take the most frequent words of a text; of equally frequent ones those that sort first.
 
-        Memory is bounded: when too many distinct words are held, the rarer half is forgotten.
+        All of the text is counted, as for the published vocabularies. Memory is bounded: when too many
+        distinct words are held, the rarer half is forgotten.
 
         Raises:
-            UserError: the text has no word, its words make too large a file, or the bound is below three.
+            UserError: the text has no word, its words make too large a file, or the bound is below three,
+                or four with documents.
         """
-        check_bound(vocab_size, n_control=2, n_words=1)
-        n_words = min(vocab_size or MAX_VOCAB, MAX_VOCAB) - 1
+        check_bound(vocab_size, n_control=2, n_words=1, n_document_ends=int(has_documents))
+        n_words = min(vocab_size or MAX_VOCAB, MAX_VOCAB) - 1 - has_documents
         limit = max(COUNTED_PER_ID * n_words, MIN_COUNTED)
         counts: Counter[str] = Counter()
         for text in whole_units(chunks, _complete_prefix):
@@ -97,7 +106,7 @@ class CorpusWordTokenizer:
         ranked = sorted(counts, key=lambda word: (-counts[word], word))[:n_words]
         if UNKNOWN not in ranked:
             ranked[-1] = UNKNOWN
-        tokenizer = cls((EOS, *ranked))
+        tokenizer = cls((EOS, *ranked), has_documents=has_documents)
         n_bytes = sum(map(len, tokenizer.files().values()))
         if n_bytes > MAX_FILE_BYTES:
             raise UserError(
@@ -121,14 +130,20 @@ class CorpusWordTokenizer:
             raise damaged(path, "got a token that is empty or holds white space")
         if re.search("[\ud800-\udc7f\udd00-\udfff]", joined):
             raise damaged(path, "got a token that is no text")
-        tokenizer = cls(tuple(tokens), newline, unknown, fields.get("lower_case") is True)
+        is_lowered = fields.get("lower_case") is True
+        tokenizer = cls(tuple(tokens), newline, unknown, is_lowered, has_documents(fields))
         check_files(folder, tokenizer.files())
         return tokenizer
 
     @property
     def n_vocab(self) -> int:
-        """The words, `<eos>` and `<unk>`."""
-        return len(self.tokens)
+        """The words, `<eos>` and `<unk>`, and the end of a document."""
+        return len(self.tokens) + self.has_documents
+
+    @property
+    def document_end(self) -> int | None:
+        """The last id, which ends a document; None without documents."""
+        return self.n_vocab - 1 if self.has_documents else None
 
     @cached_property
     def newline_id(self) -> int:
@@ -178,14 +193,15 @@ class CorpusWordTokenizer:
 
     def decode(self, ids: Iterable[int], after: int | None = None) -> bytes:
         """Turn ids into text, with a space between two words, also between `after` and the first id."""
-        texts, newline = self._bytes_of_id, self.newline_id
+        texts, ends = self._bytes_of_id, (self.newline_id, self.document_end)
         spaced = []
-        was_word = after is not None and after != newline
+        was_word = after is not None and after not in ends
         for id in ids:
-            if was_word and id != newline:
+            is_word = id not in ends
+            if was_word and is_word:
                 spaced.append(b" ")
             spaced.append(texts[id])
-            was_word = id != newline
+            was_word = is_word
         return b"".join(spaced)
 
     def unknown_count(self, ids: Ids) -> int:
@@ -202,6 +218,7 @@ class CorpusWordTokenizer:
         rules = {"newline": self.newline, "unknown": self.unknown, "lower_case": self.is_lowered}
         usual = {"newline": EOS, "unknown": UNKNOWN, "lower_case": False}
         own = {name: rule for name, rule in rules.items() if rule != usual[name]}
+        own |= document_field(self.has_documents)
         return {
             "tokenizer.json": to_json({"kind": self.kind, "newlines": "eos", "tokens": self.tokens} | own)
         }
@@ -233,7 +250,8 @@ class CorpusWordTokenizer:
 
     @cached_property
     def _bytes_of_id(self) -> list[bytes]:
-        return [b"\n" if word == self.newline else _to_bytes(word) for word in self.tokens]
+        texts = [b"\n" if word == self.newline else _to_bytes(word) for word in self.tokens]
+        return [*texts, b""] if self.has_documents else texts
 
 
 def _words(text: bytes) -> list[str]:

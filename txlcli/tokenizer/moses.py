@@ -70,6 +70,11 @@ class MosesTokenizer:
         return self.words.control_ids
 
     @property
+    def document_end(self) -> int | None:
+        """The end of a document, if the vocabulary has one."""
+        return self.words.document_end
+
+    @property
     def newline_id(self) -> int:
         """That of the vocabulary."""
         return self.words.newline_id

@@ -11,6 +11,8 @@ The library learns the pieces and applies them; what would make text come back c
 
 Ids: 0 `<unk>`, 1 to 256 the bytes, then the pieces, those learned first first. A piece never crosses from a
 space to the word before it, nor from one script to another, so no piece can spell `<unk>` or `<0x41>`.
+Where the text is made of documents, the last id ends each; to the library it is a control piece,
+`<document>`, which no text is turned into.
 
 Byte-pair encoding rather than the unigram model, measured at the default sizes on an English novel (3 MB),
 plays (1 MB), an encyclopedia (1 MB), a Chinese novel (2.5 MB) and Python code (3 MB), in this order:
@@ -43,6 +45,8 @@ from txlcli.tokenizer.stored import (
     Ids,
     check_files,
     damaged,
+    document_field,
+    has_documents,
     hash_files,
     read_strings,
     to_json,
@@ -56,6 +60,7 @@ if TYPE_CHECKING:
 
 UNKNOWN = 0
 N_FIXED = 257  # <unk> and the bytes
+DOCUMENT_END = "<document>"
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 OWN_PIECES = ("\n", "\r", "\t")
@@ -79,9 +84,11 @@ class PieceTokenizer:
 
     Attributes:
         pieces: Distinct texts; piece k has id k + 257.
+        has_documents: There is an id after them that ends a document.
     """
 
     pieces: tuple[str, ...]
+    has_documents: bool = False
 
     kind = "sentencepiece"
     control_ids = (UNKNOWN,)
@@ -89,14 +96,21 @@ class PieceTokenizer:
 
     @classmethod
     def build(
-        cls, chunks: Iterable[bytes], vocab_size: int | None, *, n_bytes: int, seed: int
+        cls,
+        chunks: Iterable[bytes],
+        vocab_size: int | None,
+        *,
+        n_bytes: int,
+        seed: int,
+        has_documents: bool = False,
     ) -> "PieceTokenizer":
         """Learn pieces from a text, or from stretches of it chosen by the seed if it is long.
 
         The bound may not be reached: a short text has few pieces.
 
         Raises:
-            UserError: the text is white space, or the bound is below 257 and the alphabet.
+            UserError: the text is white space, or the bound is below 257 and the alphabet, and one more with
+                documents.
         """
         texts = [stretch.decode("utf-8", "surrogateescape") for stretch in sample(chunks, seed)]
         alphabet = set().union(*texts)
@@ -110,31 +124,42 @@ class PieceTokenizer:
             n_sampled = max(1, sum(len(text.encode("utf-8", "surrogateescape")) for text in texts))
             n_characters = sum(map(len, texts)) * max(n_bytes, n_sampled) // n_sampled
             vocab_size = default_vocab_size(n_characters, len(alphabet))
-        check_bound(vocab_size, n_control=1, n_bytes=256, n_characters=len(alphabet))
+        check_bound(
+            vocab_size,
+            n_control=1,
+            n_bytes=256,
+            n_characters=len(alphabet),
+            n_document_ends=int(has_documents),
+        )
         own = tuple(sign for sign in OWN_PIECES if sign in alphabet)
-        n_learned = min(vocab_size, MAX_VOCAB) - N_FIXED - len(own)
-        return cls(own + _learn(_sentences(texts), n_learned))
+        n_learned = min(vocab_size, MAX_VOCAB) - N_FIXED - len(own) - has_documents
+        return cls(own + _learn(_sentences(texts), n_learned), has_documents)
 
     @classmethod
     def load(cls, folder: Path, fields: Mapping[str, Any]) -> "PieceTokenizer":
         """Take the tokenizer from its files."""
         path = folder / "tokenizer.json"
         pieces = read_strings(path, fields, "pieces")
-        reserved = set(_fixed_pieces())
+        reserved = {*_fixed_pieces(), DOCUMENT_END}
         for piece in pieces:
             if not 0 < len(piece) <= MAX_PIECE_CHARACTERS or piece in reserved:
                 raise damaged(path, f"expected pieces of 1 to {MAX_PIECE_CHARACTERS} characters")
         # Joined: one search is quicker than 32,000.
         if re.search(f"[\0{SPACE}\ud800-\udfff]", "".join(pieces)):
             raise damaged(path, "got a piece with a character that only bytes stand for")
-        tokenizer = cls(tuple(pieces))
+        tokenizer = cls(tuple(pieces), has_documents(fields))
         check_files(folder, tokenizer.files())
         return tokenizer
 
     @property
     def n_vocab(self) -> int:
-        """`<unk>`, the bytes and the pieces."""
-        return N_FIXED + len(self.pieces)
+        """`<unk>`, the bytes, the pieces and the end of a document."""
+        return N_FIXED + len(self.pieces) + self.has_documents
+
+    @property
+    def document_end(self) -> int | None:
+        """The last id, which ends a document; None without documents."""
+        return self.n_vocab - 1 if self.has_documents else None
 
     @cached_property
     def newline_id(self) -> int | None:
@@ -177,7 +202,8 @@ class PieceTokenizer:
     def files(self) -> dict[str, bytes]:
         """Give the files by name."""
         fields = {"kind": self.kind, "model": "bpe", "normalization": "identity", "pieces": self.pieces}
-        return {"tokenizer.json": to_json(fields), "tokenizer.model": self._model}
+        json = to_json({**fields, **document_field(self.has_documents)})
+        return {"tokenizer.json": json, "tokenizer.model": self._model}
 
     def save(self, folder: Path) -> None:
         """Write the files."""
@@ -193,7 +219,7 @@ class PieceTokenizer:
 
     @cached_property
     def _model(self) -> bytes:
-        return _write_model(self.pieces)
+        return _write_model(self.pieces, self.has_documents)
 
     @cached_property
     def _library(self) -> "SentencePieceProcessor":
@@ -207,7 +233,8 @@ class PieceTokenizer:
 
     @cached_property
     def _bytes_of_id(self) -> list[bytes]:
-        return [b"<unk>", *(bytes([byte]) for byte in range(256)), *(piece.encode() for piece in self.pieces)]
+        texts = [b"<unk>", *(bytes([byte]) for byte in range(256)), *map(str.encode, self.pieces)]
+        return [*texts, b""] if self.has_documents else texts
 
     @cached_property
     def _size_of_id(self) -> npt.NDArray[np.int64]:
@@ -217,12 +244,12 @@ class PieceTokenizer:
 def default_vocab_size(n_characters: int, n_alphabet: int) -> int:
     """Choose a vocabulary for a training text: about one piece for 800 characters.
 
-    The nearest power of two from 512 to 32,768; if that cannot hold the fixed ids and the alphabet, the next
-    power of two that can.
+    The nearest power of two from 512 to 32,768; if that cannot hold the fixed ids, the alphabet and the end
+    of a document, the next power of two that can.
     """
     wanted = n_characters / CHARACTERS_PER_PIECE
     size = min(DEFAULT_SIZES, key=lambda size: abs(size - wanted))
-    while size < N_FIXED + n_alphabet:
+    while size < N_FIXED + n_alphabet + 1:
         size *= 2
     return size
 
@@ -295,12 +322,12 @@ def _fixed_pieces() -> list[str]:
     return ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
 
 
-def _write_model(pieces: Iterable[str]) -> bytes:
+def _write_model(pieces: Iterable[str], has_documents: bool) -> bytes:
     """Write pieces in the library's format, message ModelProto of its sentencepiece_model.proto.
 
     Merges are tried from the highest score to the lowest: the order of learning.
     """
-    normal, unknown, user_defined, byte = 1, 2, 4, 6
+    normal, unknown, control, user_defined, byte = 1, 2, 3, 4, 6
     messages = [
         _message(1, _text(1, name) + _float(2, 0.0) + _integer(3, unknown if id == UNKNOWN else byte))
         for id, name in enumerate(_fixed_pieces())
@@ -311,6 +338,8 @@ def _write_model(pieces: Iterable[str]) -> bytes:
         messages.append(
             _message(1, _text(1, piece.replace(" ", SPACE)) + _float(2, score) + _integer(3, kind))
         )
+    if has_documents:
+        messages.append(_message(1, _text(1, DOCUMENT_END) + _float(2, 0.0) + _integer(3, control)))
     trainer = {"model_type": (3, 2), "vocab_size": (4, len(messages)), "byte_fallback": (35, 1)}
     ids = {"unk_id": (40, UNKNOWN), "bos_id": (41, -1), "eos_id": (42, -1), "pad_id": (43, -1)}
     messages.append(_message(2, b"".join(_integer(*field) for field in {**trainer, **ids}.values())))

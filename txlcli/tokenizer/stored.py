@@ -61,6 +61,16 @@ def read_strings(path: Path, fields: Mapping[str, Any], key: str) -> list[str]:
     return strings
 
 
+def document_field(has_documents: bool) -> dict[str, bool]:
+    """Return what the JSON says of a vocabulary whose last id ends a document: nothing of any other."""
+    return {"documents": True} if has_documents else {}
+
+
+def has_documents(fields: Mapping[str, Any]) -> bool:
+    """Say whether the JSON is that of a vocabulary whose last id ends a document."""
+    return fields.get("documents") is True
+
+
 def check_files(folder: Path, files: Mapping[str, bytes]) -> None:
     """Refuse files on disk that are not byte for byte what `save` would write.
 

@@ -2,7 +2,7 @@
 
 Ids of `byte` are the bytes. Ids of `char` are the 256 bytes, then the training text's characters in the order
 of their code points; a character outside the alphabet is written as its UTF-8 bytes, and so is any byte that
-is no UTF-8. So every text comes back.
+is no UTF-8. So every text comes back. Where the text is made of documents, one more id ends each.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from txlcli import UserError
-from txlcli.tokenizer.stored import MAX_VOCAB, Ids, check_files, damaged, hash_files, to_json, write_files
+from txlcli.tokenizer.stored import (
+    MAX_VOCAB,
+    Ids,
+    check_files,
+    damaged,
+    document_field,
+    has_documents,
+    hash_files,
+    to_json,
+    write_files,
+)
 from txlcli.tokenizer.units import blocks, is_continuation
 
 _N_CODE_POINTS = 0x110000
@@ -25,30 +35,45 @@ _BYTE_POINTS = 0xDC00
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """The 256 bytes."""
+    """The 256 bytes.
+
+    Attributes:
+        has_documents: There is an id after them that ends a document.
+    """
+
+    has_documents: bool = False
 
     kind = "byte"
-    n_vocab = 256
     control_ids = ()
     is_lossless = True
     newline_id = ord("\n")
 
     @classmethod
-    def build(cls, vocab_size: int | None) -> "ByteTokenizer":
+    def build(cls, vocab_size: int | None, *, has_documents: bool = False) -> "ByteTokenizer":
         """Make the tokenizer.
 
         Raises:
-            UserError: the bound is below 256.
+            UserError: the bound is below 256, or 257 with documents.
         """
-        check_bound(vocab_size, n_bytes=256)
-        return cls()
+        check_bound(vocab_size, n_bytes=256, n_document_ends=int(has_documents))
+        return cls(has_documents)
 
     @classmethod
     def load(cls, folder: Path, fields: Mapping[str, Any]) -> "ByteTokenizer":
         """Take the tokenizer from its files."""
-        tokenizer = cls()
+        tokenizer = cls(has_documents(fields))
         check_files(folder, tokenizer.files())
         return tokenizer
+
+    @property
+    def n_vocab(self) -> int:
+        """256 bytes and the end of a document."""
+        return 256 + self.has_documents
+
+    @property
+    def document_end(self) -> int | None:
+        """The last id, which ends a document; None without documents."""
+        return self.n_vocab - 1 if self.has_documents else None
 
     def encode(self, text: bytes) -> Ids:
         """Turn bytes into ids."""
@@ -64,7 +89,8 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int], after: int | None = None) -> bytes:
         """Turn ids into bytes."""
-        return bytes(list(ids))
+        end = self.document_end
+        return bytes([id for id in ids if id != end])
 
     def unknown_count(self, ids: Ids) -> int:
         """Count nothing: all bytes are known."""
@@ -76,7 +102,7 @@ class ByteTokenizer:
 
     def files(self) -> dict[str, bytes]:
         """Give the files by name."""
-        return {"tokenizer.json": to_json({"kind": self.kind})}
+        return {"tokenizer.json": to_json({"kind": self.kind} | document_field(self.has_documents))}
 
     def save(self, folder: Path) -> None:
         """Write the files."""
@@ -97,20 +123,24 @@ class CharTokenizer:
 
     Attributes:
         alphabet: Distinct characters in the order of their code points.
+        has_documents: There is an id after them that ends a document.
     """
 
     alphabet: str
+    has_documents: bool = False
 
     kind = "char"
     control_ids = ()
     is_lossless = True
 
     @classmethod
-    def build(cls, chunks: Iterable[bytes], vocab_size: int | None) -> "CharTokenizer":
+    def build(
+        cls, chunks: Iterable[bytes], vocab_size: int | None, *, has_documents: bool = False
+    ) -> "CharTokenizer":
         """Take the alphabet from a text.
 
         Raises:
-            UserError: the bound is below 256 and the alphabet.
+            UserError: the bound is below 256 and the alphabet, and one more with documents.
         """
         is_used = np.zeros(_N_CODE_POINTS, bool)
         rest = b""
@@ -122,8 +152,8 @@ class CharTokenizer:
         is_used[code_points(rest)] = True
         is_used[0xD800:0xE000] = False
         alphabet = "".join(map(chr, np.flatnonzero(is_used)))
-        check_bound(vocab_size, n_bytes=256, n_characters=len(alphabet))
-        return cls(alphabet)
+        check_bound(vocab_size, n_bytes=256, n_characters=len(alphabet), n_document_ends=int(has_documents))
+        return cls(alphabet, has_documents)
 
     @classmethod
     def load(cls, folder: Path, fields: Mapping[str, Any]) -> "CharTokenizer":
@@ -135,14 +165,19 @@ class CharTokenizer:
         points = np.fromiter(map(ord, alphabet), np.int64, len(alphabet))
         if (np.diff(points) <= 0).any() or ((points >= 0xD800) & (points < 0xE000)).any():
             raise damaged(path, "expected `alphabet` to ascend by code point")
-        tokenizer = cls(alphabet)
+        tokenizer = cls(alphabet, has_documents(fields))
         check_files(folder, tokenizer.files())
         return tokenizer
 
     @property
     def n_vocab(self) -> int:
-        """256 bytes and the alphabet."""
-        return 256 + len(self.alphabet)
+        """256 bytes, the alphabet and the end of a document."""
+        return 256 + len(self.alphabet) + self.has_documents
+
+    @property
+    def document_end(self) -> int | None:
+        """The last id, which ends a document; None without documents."""
+        return self.n_vocab - 1 if self.has_documents else None
 
     @property
     def newline_id(self) -> int | None:
@@ -193,7 +228,8 @@ class CharTokenizer:
 
     def files(self) -> dict[str, bytes]:
         """Give the files by name."""
-        return {"tokenizer.json": to_json({"kind": self.kind, "alphabet": self.alphabet})}
+        fields = {"kind": self.kind, "alphabet": self.alphabet}
+        return {"tokenizer.json": to_json(fields | document_field(self.has_documents))}
 
     def save(self, folder: Path) -> None:
         """Write the files."""
@@ -210,12 +246,13 @@ class CharTokenizer:
     @cached_property
     def _id_of_point(self) -> npt.NDArray[np.int32]:
         table = np.full(_N_CODE_POINTS, -1, np.int32)
-        table[[ord(character) for character in self.alphabet]] = np.arange(256, self.n_vocab)
+        table[[ord(character) for character in self.alphabet]] = 256 + np.arange(len(self.alphabet))
         return table
 
     @cached_property
     def _bytes_of_id(self) -> list[bytes]:
-        return [bytes([byte]) for byte in range(256)] + [character.encode() for character in self.alphabet]
+        texts = [bytes([byte]) for byte in range(256)] + [character.encode() for character in self.alphabet]
+        return [*texts, b""] if self.has_documents else texts
 
     @cached_property
     def _size_of_id(self) -> npt.NDArray[np.int64]:
@@ -223,14 +260,26 @@ class CharTokenizer:
 
 
 def check_bound(
-    vocab_size: int | None, *, n_control: int = 0, n_bytes: int = 0, n_characters: int = 0, n_words: int = 0
+    vocab_size: int | None,
+    *,
+    n_control: int = 0,
+    n_bytes: int = 0,
+    n_characters: int = 0,
+    n_words: int = 0,
+    n_document_ends: int = 0,
 ) -> None:
     """Refuse a bound on the vocabulary that leaves no room for what must be in it.
 
     Raises:
         UserError: the message gives the least bound and what it is made of.
     """
-    needs = {"control id": n_control, "byte": n_bytes, "character": n_characters, "word": n_words}
+    needs = {
+        "control id": n_control,
+        "byte": n_bytes,
+        "character": n_characters,
+        "word": n_words,
+        "document end": n_document_ends,
+    }
     least = sum(needs.values())
     if vocab_size is not None and vocab_size < least:
         listed = ", ".join(f"{n} {what}{'s' if n > 1 else ''}" for what, n in needs.items() if n)

@@ -2,7 +2,7 @@
 
 Such a vocabulary holds what its training text was made of, in an order of its own: about 204 of the 256 bytes
 (enwik8), 27 characters (text8). Any other byte or character has no id, and a text that holds one is refused,
-naming it and where it stands.
+naming it and where it stands. It has no id for the end of a document.
 """
 
 from collections.abc import Iterable, Mapping
@@ -45,6 +45,7 @@ class TableTokenizer:
 
     control_ids = ()
     is_lossless = True
+    document_end = None
 
     @classmethod
     def load(cls, folder: Path, fields: Mapping[str, Any]) -> "TableTokenizer":

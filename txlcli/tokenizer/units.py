@@ -8,6 +8,7 @@ before, so a reader that sees the text in chunks finds the same cuts.
 
 import heapq
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
@@ -17,6 +18,8 @@ UNIT_BYTES = 4096
 # Text is sampled in blocks of this size; a text up to the sample's size is taken whole.
 BLOCK_BYTES = 2**16
 SAMPLE_BYTES = 2**23
+# Words are rarer than pieces, and counting them takes less memory than learning.
+WORD_SAMPLE_BYTES = 2**25
 
 
 def complete_prefix(text: bytes) -> int:
@@ -64,12 +67,13 @@ def is_continuation(byte: int) -> bool:
 
 def sample(
     chunks: Iterable[bytes], seed: int, *, n_bytes: int = SAMPLE_BYTES, block_bytes: int = BLOCK_BYTES
-) -> list[bytes]:
+) -> Iterator[bytes]:
     """Choose stretches of a text at random, at most `n_bytes` in all, in the order of the text.
 
     Each block draws a number and the highest stay, so every block is as likely as another, memory is bounded,
     and the choice depends on the text and the seed but not on the chunks. Blocks that follow each other are
-    joined; a stretch starts and ends at a line, a space or at least a character.
+    joined; a stretch starts and ends at a line, a space or at least a character. What has been yielded is
+    held no longer.
     """
     draw = random.Random(seed)
     kept: list[tuple[float, int, bytes]] = []
@@ -81,16 +85,15 @@ def sample(
         else:
             heapq.heappushpop(kept, item)
         last = index
-    stretches: list[tuple[int, int, list[bytes]]] = []
-    for _, index, block in sorted(kept, key=lambda item: item[1]):
-        if stretches and stretches[-1][1] == index - 1:
-            first, _, blocks_before = stretches.pop()
-            stretches.append((first, index, [*blocks_before, block]))
-        else:
-            stretches.append((index, index, [block]))
-    return [
-        _trim(b"".join(joined), at_start=first == 0, at_end=end == last) for first, end, joined in stretches
-    ]
+    waiting = deque(sorted((index, block) for _, index, block in kept))
+    kept.clear()
+    while waiting:
+        first, block = waiting.popleft()
+        end, stretch = first, bytearray(block)
+        while waiting and waiting[0][0] == end + 1:
+            end, block = waiting.popleft()
+            stretch += block
+        yield _trim(stretch, at_start=first == 0, at_end=end == last)
 
 
 def blocks(chunks: Iterable[bytes], size: int) -> Iterator[bytes]:
@@ -130,7 +133,7 @@ def _cuts(text: bytes, start: int, stop: int) -> Iterator[int]:
         start = cut
 
 
-def _trim(stretch: bytes, *, at_start: bool, at_end: bool) -> bytes:
+def _trim(stretch: bytearray, *, at_start: bool, at_end: bool) -> bytes:
     # A block begins and ends anywhere: what may be half a word or half a character there is left out.
     start, stop = 0, len(stretch)
     if not at_start:
@@ -146,4 +149,5 @@ def _trim(stretch: bytes, *, at_start: bool, at_end: bool) -> bytes:
             stop = max(start, stop - 4)
             while stop > start and is_continuation(stretch[stop]):
                 stop -= 1
-    return stretch[start:stop]
+    del stretch[stop:], stretch[:start]
+    return bytes(stretch)

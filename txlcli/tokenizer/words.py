@@ -12,7 +12,8 @@ One space between two words is not a token: words that follow each other are spa
 line too long for one unit had to be cut inside a word, a token without text, the *join*, ends the unit.
 
 Id 0 is `<unk>`, all that is not among the most frequent tokens of the training text; decoding spaces it like
-a word. Ids ascend from the most to the least frequent.
+a word. Ids ascend from the most to the least frequent in the text, or in stretches of it chosen by the seed
+if it is long. Where the text is made of documents, one more id ends each.
 """
 
 import re
@@ -21,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import groupby, repeat
+from itertools import chain, groupby, repeat
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,22 @@ from txlcli.tokenizer.stored import (
     Ids,
     check_files,
     damaged,
+    document_field,
+    has_documents,
     hash_files,
     read_strings,
     to_json,
     write_files,
 )
 from txlcli.tokenizer.symbols import check_bound
-from txlcli.tokenizer.units import complete_prefix, is_cut_inside, parts, whole_units
+from txlcli.tokenizer.units import (
+    WORD_SAMPLE_BYTES,
+    complete_prefix,
+    is_cut_inside,
+    parts,
+    sample,
+    whole_units,
+)
 
 UNKNOWN = 0
 JOIN = ""
@@ -82,29 +92,35 @@ class WordTokenizer:
 
     Attributes:
         tokens: Distinct words, signs, spaces and maybe the join; token k has id k + 1.
+        has_documents: There is an id after them that ends a document.
     """
 
     tokens: tuple[str, ...]
+    has_documents: bool = False
 
     kind = "word"
     control_ids = (UNKNOWN,)
     is_lossless = False
 
     @classmethod
-    def build(cls, chunks: Iterable[bytes], vocab_size: int | None) -> "WordTokenizer":
+    def build(
+        cls, chunks: Iterable[bytes], vocab_size: int | None, *, seed: int, has_documents: bool = False
+    ) -> "WordTokenizer":
         """Take the most frequent tokens of a text; of equally frequent ones those that sort first.
 
-        Memory is bounded: when too many distinct tokens are held, the rarer half is forgotten.
+        Memory and time are bounded: of a long text, stretches chosen by the seed are counted, and when too
+        many distinct tokens are held, the rarer half is forgotten.
 
         Raises:
-            UserError: the text has no word, or the bound is below two.
+            UserError: the text has no word, or the bound is below two, or three with documents.
         """
-        check_bound(vocab_size, n_control=1, n_words=1)
-        n_tokens = min(vocab_size or DEFAULT_VOCAB_SIZE, MAX_VOCAB) - 1
+        check_bound(vocab_size, n_control=1, n_words=1, n_document_ends=int(has_documents))
+        n_tokens = min(vocab_size or DEFAULT_VOCAB_SIZE, MAX_VOCAB) - 1 - has_documents
         limit = max(COUNTED_PER_ID * n_tokens, MIN_COUNTED)
         # A word is counted with its space and without, and added up at the end: that keeps the loop in C.
         found: Counter[str] = Counter()
-        for text in whole_units(chunks, complete_prefix):
+        stretches = sample(chunks, seed, n_bytes=WORD_SAMPLE_BYTES)
+        for text in chain.from_iterable(whole_units([one], complete_prefix) for one in stretches):
             found.update(_split(text, has_joins=True))
             if len(found) > limit:
                 found = Counter(dict(found.most_common(limit // 2)))
@@ -120,7 +136,7 @@ class WordTokenizer:
             (token for token in counts if len(token) <= MAX_WORD_CHARACTERS),
             key=lambda token: (-counts[token], token),
         )
-        return cls(tuple(ranked[:n_tokens]))
+        return cls(tuple(ranked[:n_tokens]), has_documents)
 
     @classmethod
     def load(cls, folder: Path, fields: Mapping[str, Any]) -> "WordTokenizer":
@@ -132,14 +148,19 @@ class WordTokenizer:
         # Joined: one search is quicker than 200,000. Surrogates may stand for bytes, but for nothing else.
         if re.search("[\ud800-\udc7f\udd00-\udfff]", "".join(tokens)):
             raise damaged(path, "got a token that is no text")
-        tokenizer = cls(tuple(tokens))
+        tokenizer = cls(tuple(tokens), has_documents(fields))
         check_files(folder, tokenizer.files())
         return tokenizer
 
     @property
     def n_vocab(self) -> int:
-        """`<unk>` and the tokens."""
-        return 1 + len(self.tokens)
+        """`<unk>`, the tokens and the end of a document."""
+        return 1 + len(self.tokens) + self.has_documents
+
+    @property
+    def document_end(self) -> int | None:
+        """The last id, which ends a document; None without documents."""
+        return self.n_vocab - 1 if self.has_documents else None
 
     @property
     def newline_id(self) -> int | None:
@@ -186,7 +207,8 @@ class WordTokenizer:
 
     def files(self) -> dict[str, bytes]:
         """Give the files by name."""
-        return {"tokenizer.json": to_json({"kind": self.kind, "tokens": self.tokens})}
+        fields = {"kind": self.kind, "tokens": self.tokens}
+        return {"tokenizer.json": to_json(fields | document_field(self.has_documents))}
 
     def save(self, folder: Path) -> None:
         """Write the files."""
@@ -217,11 +239,11 @@ class WordTokenizer:
 
     @cached_property
     def _bytes_of_id(self) -> list[bytes]:
-        return [b"<unk>", *map(_to_bytes, self.tokens)]
+        return [b"<unk>", *map(_to_bytes, self.tokens), *[b""] * self.has_documents]
 
     @cached_property
     def _is_word_of_id(self) -> list[bool]:
-        return [True, *map(_is_word, self.tokens)]
+        return [True, *map(_is_word, self.tokens), *[False] * self.has_documents]
 
 
 def _split(text: bytes, *, has_joins: bool) -> list[str]:

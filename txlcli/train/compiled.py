@@ -104,7 +104,7 @@ def _layers(model: TransformerXL, tokens: Tensor, memory: Memory | None) -> tupl
 
 def _packed(memory: Memory) -> Memory:
     """Return a memory whose rows lie one after the other: a graph is compiled for strides, too."""
-    return Memory(tuple(rows.flatten().view(rows.shape) for rows in memory.hidden), memory.position)
+    return memory._replace(hidden=tuple(rows.flatten().view(rows.shape) for rows in memory.hidden))
 
 
 @contextmanager

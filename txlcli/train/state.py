@@ -5,6 +5,8 @@
     optimizer.<optimizer>.<key>.<parameter>    as torch names them: exp_avg, exp_avg_sq, momentum_buffer, step
     memory.<layer>                             [B, M, D], the streams of all parts one after the other
     memory.position                            [B], tokens that each stream has read since memory was empty
+    memory.n_document                          [B], rows of the running document, with
+                                               reset_memory_at_documents only
     random.cpu, random.<device>                states of the random generators
 
 and `state.json` the counters, the gradient scaler of fp16, the environment (what must be equal for bit-exact
@@ -212,6 +214,9 @@ class TrainState:
             for layer, rows in enumerate(zip(*(part.hidden for part in filled), strict=True)):
                 tensors[f"memory.{layer}"] = torch.cat(rows)
             tensors["memory.position"] = torch.cat([part.position for part in filled])
+            n_document = [part.n_document for part in filled if part.n_document is not None]
+            if n_document:
+                tensors["memory.n_document"] = torch.cat(n_document)
         return tensors | _random_states(self.device)
 
     def values(self) -> dict[str, object]:
@@ -278,8 +283,26 @@ class TrainState:
         if position is None or position.shape != (self.batches.n_stream,) or position.dtype != torch.int64:
             raise ValueError("the memory has no position for each stream")
         on_device, position = [t.to(self.device) for t in rows], position.to(self.device)
-        self.memory = [Memory(tuple(t[part] for t in on_device), position[part]) for part in self.parts()]
+        n_document = self._rows_of_documents(tensors, n_rows)
+        self.memory = [
+            Memory(
+                tuple(t[part] for t in on_device),
+                position[part],
+                None if n_document is None else n_document[part],
+            )
+            for part in self.parts()
+        ]
         return None
+
+    def _rows_of_documents(self, tensors: Mapping[str, Tensor], n_rows: int) -> Tensor | None:
+        if self.model.document_end is None:
+            return None
+        found = tensors.get("memory.n_document")
+        if found is None or found.shape != (self.batches.n_stream,) or found.dtype != torch.int64:
+            raise ValueError("the memory has no number of the running document's rows for each stream")
+        if found.min() < 0 or found.max() > n_rows:
+            raise ValueError(f"the running document has more or less rows than the memory's {n_rows}")
+        return found.to(self.device)
 
     def _positions_run_on(self) -> bool:
         positions = self.model.positions
@@ -385,7 +408,8 @@ def _blank_segment(batches: Batches, n_tokens: int) -> Segment:
 def _zeros(state: TrainState, n_stream: int, n_rows: int) -> Memory:
     shape = (n_stream, n_rows, state.model.d_model)
     hidden = tuple(torch.zeros(shape, device=state.device) for _ in state.model.layers)
-    return Memory(hidden, torch.full((n_stream,), n_rows, device=state.device))
+    n_each = torch.full((n_stream,), n_rows, device=state.device)
+    return Memory(hidden, n_each, None if state.model.document_end is None else n_each.clone())
 
 
 def is_finite(tensors: Sequence[Tensor]) -> bool:
