@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any
 from txlcli.data.origin import Look, Origin, hash_rules, reading_rules
 from txlcli.data.prepare import Prepared, encode_text, prepare
 from txlcli.data.reuse import (
-    Known,
+    StoredRun,
+    Taken,
     find_store,
     find_survey,
     stores_in,
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Batches",
     "Counts",
-    "Known",
     "Look",
     "Origin",
     "Prepared",
@@ -73,6 +73,8 @@ __all__ = [
     "Split",
     "SplitInfo",
     "StoreInfo",
+    "StoredRun",
+    "Taken",
     "TextInfo",
     "TokenStore",
     "encode_text",

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from txlcli import UserError, __version__, files
-from txlcli.data.store import SourceInfo, Split, TextInfo
+from txlcli.data.store import SPLITS, SourceInfo, Split, TextInfo
 from txlcli.sources import Corpus
 
 # What a clock of a file system may be behind: 2 s on FAT.
@@ -114,9 +114,10 @@ class Origin:
         corpora = {name: one for name, one in given.items() if one is not None}
         return cls(corpora, {name: Look.at(one) for name, one in corpora.items()})
 
-    def hash_missing(self) -> "Hashing":
-        """Begin to hash the texts whose content is not known."""
-        return Hashing({name: look for name, look in self.looks.items() if name not in self.hashes})
+    def hash_missing(self, names: Sequence[Split] = SPLITS) -> "Hashing":
+        """Return what hashes those of the texts whose content is not known."""
+        missing = [name for name in self.looks if name in names and name not in self.hashes]
+        return Hashing({name: self.looks[name] for name in missing})
 
     def others(self) -> dict[str, TextInfo]:
         """Return what a store says of the texts that are not the corpus."""
@@ -138,10 +139,15 @@ class Origin:
 
 
 class Hashing:
-    """Hashes files end to end in a thread, which is left behind in a `with` block."""
+    """Hashes files end to end in a thread, which ends with the `with` block.
+
+    Attributes:
+        n_bytes: What there is to hash.
+    """
 
     def __init__(self, looks: Mapping[Split, Look]) -> None:
         self._looks = looks
+        self.n_bytes = sum(source.n_bytes for look in looks.values() for source in look.sources)
         self._hashes: dict[Split, str | None] = {}
         self._fault: UserError | None = None
         self._n_read = self._n_allowed = 0
@@ -223,13 +229,8 @@ def hash_rules(values: Iterable[Any]) -> str:
 
 def reading_rules(corpus: Corpus) -> dict[str, Any]:
     """Return everything but content and names that decides which text is read out of a corpus."""
-    rules = {name: value for name, value in _fields(corpus).items() if name not in ("sources", "skipped")}
-    sources = [
-        {name: value for name, value in _fields(source).items() if name not in ("name", "path", "mtime_ns")}
-        for source in corpus.sources
-    ]
-    return rules | {"sources": sources}
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    return {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+    names = [one.name for one in dataclasses.fields(corpus) if one.name not in ("sources", "skipped")]
+    # Where files end matters for marks at their start, for packing and for documents.
+    of_source = ("n_bytes", "n_mark", "codec", "packing")
+    sources = [[getattr(source, name, None) for name in of_source] for source in corpus.sources]
+    return {name: getattr(corpus, name) for name in names} | {"sources": sources}

@@ -22,18 +22,27 @@ from txlcli.data.store import (
     write_store_info,
 )
 from txlcli.sources import Progress, Survey
+from txlcli.tokenizer import Tokenizer, load_tokenizer
 
 COPIED_BYTES = 1 << 22
 
 
-class Known(NamedTuple):
+class StoredRun(NamedTuple):
     """A run that has a store."""
 
     run_dir: Path
     info: StoreInfo
 
 
-def stores_in(folder: Path) -> list[Known]:
+class Taken(NamedTuple):
+    """A store that is now a run's own: what it holds, its tokenizer, and whether nothing had to be copied."""
+
+    info: StoreInfo
+    tokenizer: Tokenizer
+    is_linked: bool
+
+
+def stores_in(folder: Path) -> list[StoredRun]:
     """List the stores of the runs in a folder that another run may take; damaged ones are nobody's."""
     found = []
     with suppress(OSError):
@@ -43,11 +52,11 @@ def stores_in(folder: Path) -> list[Known]:
                 with suppress(UserError):
                     info = read_store_info(run_dir)
                     if info.rules:
-                        found.append(Known(run_dir, info))
+                        found.append(StoredRun(run_dir, info))
     return found
 
 
-def trusted_hash(stores: Sequence[Known], look: Look) -> str | None:
+def trusted_hash(stores: Sequence[StoredRun], look: Look) -> str | None:
     """Return the sha256 of files that were hashed before and have not changed since; None: unknown."""
     for known in stores:
         texts = [(known.info.corpus, known.info.sha256)]
@@ -58,7 +67,7 @@ def trusted_hash(stores: Sequence[Known], look: Look) -> str | None:
     return None
 
 
-def find_survey(stores: Sequence[Known], sha256: str, rules: str, name: str) -> Survey | None:
+def find_survey(stores: Sequence[StoredRun], sha256: str, rules: str, name: str) -> Survey | None:
     """Return what a pass over the same text, now called `name`, found before under the same rules."""
     for known in stores:
         survey = known.info.survey
@@ -107,7 +116,7 @@ def _checked(value: Any, hint: Any) -> Any:
     raise TypeError(f"{value!r:.40} is no {hint}")
 
 
-def find_store(stores: Sequence[Known], origin: Origin) -> Known | None:
+def find_store(stores: Sequence[StoredRun], origin: Origin) -> StoredRun | None:
     """Return a store that holds what this text would become; its rules and all hashes are known."""
     others = {name: value for name, value in origin.hashes.items() if name != "train"}
     for known in with_rules(stores, origin.rules):
@@ -117,15 +126,15 @@ def find_store(stores: Sequence[Known], origin: Origin) -> Known | None:
     return None
 
 
-def with_rules(stores: Sequence[Known], rules: str) -> list[Known]:
+def with_rules(stores: Sequence[StoredRun], rules: str) -> list[StoredRun]:
     """Return the stores made under the same settings, of whatever text."""
     return [known for known in stores if known.info.rules == rules]
 
 
-def take_store(known: Known, origin: Origin, run_dir: Path) -> Iterator[Progress | bool]:
-    """Give a run the store and the tokenizer of another; the last event says whether by hard links alone.
+def take_store(known: StoredRun, origin: Origin, run_dir: Path) -> Iterator[Progress | Taken]:
+    """Give a run the store and the tokenizer of another; the last event is `Taken`.
 
-    Where links cannot be, they are copied.
+    They are hard links; where links cannot be, copies.
 
     Raises:
         UserError: the other's are damaged, or the disk is too small.
@@ -141,11 +150,15 @@ def take_store(known: Known, origin: Origin, run_dir: Path) -> Iterator[Progress
                 names += [name for name in (f"{split}.counts", f"{split}.left_out") if (data / name).exists()]
     for path in sorted(known.run_dir.glob("tokenizer.*")):
         is_linked &= yield from _take(path, run_dir / path.name)
+    tokenizer = load_tokenizer(run_dir)
+    if tokenizer.fingerprint() != known.info.tokenizer:
+        raise UserError(f"{data}: encoded with another tokenizer than the one beside it")
+    info = _renamed(known.info, origin)
     with files.folder_whole(run_dir / "data") as folder:
         for name in names:
             is_linked &= yield from _take(data / name, folder / name)
-        write_store_info(folder, _renamed(known.info, origin))
-    yield is_linked
+        write_store_info(folder, info)
+    yield Taken(info, tokenizer, is_linked)
 
 
 def _take(source: Path, target: Path) -> Generator[Progress, None, bool]:
