@@ -8,10 +8,12 @@
     pointers.json                  {"best": 80, "best_nll": 1.52, "last": 100}
     converted.json                 only in a run that was not trained but made of another program's checkpoint
 
-A folder is a run when it has a `config.yaml`. A checkpoint's folder appears whole or not at all, so the
-newest one on disk is the last one. `pointers.json` is written after it: its time says which run saved last,
-and it is the only place that knows which step is best. `best` and `best_nll` are null before the first
-evaluation; then best is last. Nothing here holds an absolute path: a run may be moved and copied.
+A folder is a run when it has a `config.yaml`. Until the text is prepared that holds only what was asked for,
+below a first line that says so, and nothing else in the folder counts. A checkpoint's folder appears whole or
+not at all, so the newest one on disk is the last one. `pointers.json` is written after it: its time says
+which run saved last, and it is the only place that knows which step is best. `best` and `best_nll` are null
+before the first evaluation; then best is last. Nothing here holds an absolute path: a run may be moved and
+copied.
 
 A converted run has a checkpoint without training state, no text and no metrics, and maybe no tokenizer:
 
@@ -38,6 +40,13 @@ RUNS = Path("runs")
 MAKERS = {"huggingface": "Hugging Face", "authors": "the authors", "nvidia": "NVIDIA"}
 """Whose checkpoints become converted runs, by the kind that converted.json says."""
 
+_ASKED = {
+    False: "# As asked for; the text is yet to be prepared, and what this leaves open to be planned.",
+    True: "# As asked for; the text is yet to be prepared, and what this leaves open takes its default.",
+}
+"""The first line of config.yaml until the text is prepared; whether it came of a configuration file."""
+
+_CONFIG_LIMIT_BYTES = 1 << 20
 _POINTERS_LIMIT_BYTES = 4096
 _CONVERSION_LIMIT_BYTES = 4096
 _METRICS_LINE_LIMIT_BYTES = 65_536
@@ -140,6 +149,27 @@ class RunSummary:
 
 
 # Finding and making runs
+
+
+def write_asked(run: Run, asked: str, *, is_from_file: bool) -> None:
+    """Write what was asked of a run whose text is yet to be prepared.
+
+    Args:
+        run: The run.
+        asked: The settings that are set, as YAML.
+        is_from_file: What they leave open takes its default, and is not planned.
+    """
+    write_whole(run.config_path, f"{_ASKED[is_from_file]}\n{asked}".encode())
+
+
+def read_asked(run: Run) -> bool | None:
+    """Say of a run that is not prepared whether what its config.yaml leaves open takes its default.
+
+    Returns:
+        None if the run is prepared.
+    """
+    first = read_bounded(run.config_path, _CONFIG_LIMIT_BYTES).partition(b"\n")[0].decode(errors="replace")
+    return next((is_from_file for is_from_file, line in _ASKED.items() if line == first), None)
 
 
 def open_run(path: str | Path) -> Run:
@@ -533,6 +563,11 @@ def describe_run(run: Run) -> RunSummary:
     Raises:
         UserError: a file of the run is missing or damaged.
     """
+    if read_asked(run) is not None:
+        raise UserError(
+            f"{run.folder}: its text is not prepared; if nothing is at it, `txl train --resume {run.folder}` "
+            "begins anew"
+        )
     config = build(read_settings(run.config_path))
     conversion = read_conversion(run)
     if conversion is None or conversion.has_tokenizer:

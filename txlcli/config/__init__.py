@@ -32,7 +32,15 @@ from txlcli.config.sections import (
     unescape,
 )
 from txlcli.config.setting import DEFAULT, FLAG, Leaf, Settings, Sourced, check, parse, shown
-from txlcli.config.yaml_file import dump, find_preset, load, presets, read_origins, read_settings
+from txlcli.config.yaml_file import (
+    dump,
+    dump_settings,
+    find_preset,
+    load,
+    presets,
+    read_origins,
+    read_settings,
+)
 
 __all__ = [
     "DEFAULT",
@@ -56,6 +64,7 @@ __all__ = [
     "build_section",
     "check",
     "dump",
+    "dump_settings",
     "find_preset",
     "flatten",
     "from_flags",

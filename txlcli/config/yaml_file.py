@@ -35,16 +35,25 @@ def dump(config: Config, origins: Mapping[str, str] | None = None) -> str:
 
     `load` of it gives an equal config.
     """
+    origins = origins or {}
+    return dump_settings(
+        {
+            leaf.name: Sourced(getattr(getattr(config, leaf.section), leaf.name), origins.get(leaf.name, ""))
+            for leaf in LEAVES
+        }
+    )
+
+
+def dump_settings(settings: Settings) -> str:
+    """Write what is set as YAML, as `dump` writes all; `read_settings` of it gives the same values."""
     lines = []
     for section in SECTIONS:
-        lines.append(f"{section}:")
-        for leaf in LEAVES:
-            if leaf.section == section:
-                origin = (origins or {}).get(leaf.name, "")
-                comment = f"  # {_comment(origin)}" if origin else ""
-                lines.append(
-                    f"  {leaf.name}: {scalar_text(getattr(getattr(config, section), leaf.name))}{comment}"
-                )
+        own = [leaf for leaf in LEAVES if leaf.section == section and leaf.name in settings]
+        lines += [f"{section}:"] * bool(own)
+        for leaf in own:
+            value, origin = settings[leaf.name].value, settings[leaf.name].origin
+            comment = f"  # {_comment(origin)}" if origin else ""
+            lines.append(f"  {leaf.name}: {scalar_text(value)}{comment}")
     return "\n".join(lines) + "\n"
 
 

@@ -16,22 +16,35 @@ The folder `data/` of a run is written whole or not at all and holds, for each s
   bytes of the file left out since the split began. Both ascend.
 * `store.json`: one JSON object with the fields of `StoreInfo`: the sizes and types of these files and
   where the text came from. `n_characters` and `n_words` are null where they are not known.
+
+None of these files is changed once it is there, so runs of the same text may share them by hard links.
+
+Where the text is made of documents, the tokenizer's `document_end` follows each, and what separates it from
+the next one in the file is counted with it: its bytes, its characters, no word.
 """
 
-from txlcli.data.batches import (
-    Batches,
-    Segment,
-    longest_stream,
-    steps_per_epoch,
-    stream_start,
-)
+from typing import TYPE_CHECKING, Any
+
+from txlcli.data.origin import Look, Origin, hash_rules, reading_rules
 from txlcli.data.prepare import Prepared, encode_text, prepare
+from txlcli.data.reuse import (
+    StoredRun,
+    Taken,
+    find_store,
+    find_survey,
+    stores_in,
+    survey_record,
+    take_store,
+    trusted_hash,
+    with_rules,
+)
 from txlcli.data.store import (
     Counts,
     SourceInfo,
     Split,
     SplitInfo,
     StoreInfo,
+    TextInfo,
     TokenStore,
     open_counts,
     open_split,
@@ -39,9 +52,20 @@ from txlcli.data.store import (
 )
 from txlcli.sources import Progress
 
+if TYPE_CHECKING:
+    from txlcli.data.batches import (
+        Batches,
+        Segment,
+        longest_stream,
+        steps_per_epoch,
+        stream_start,
+    )
+
 __all__ = [
     "Batches",
     "Counts",
+    "Look",
+    "Origin",
     "Prepared",
     "Progress",
     "Segment",
@@ -49,13 +73,35 @@ __all__ = [
     "Split",
     "SplitInfo",
     "StoreInfo",
+    "StoredRun",
+    "Taken",
+    "TextInfo",
     "TokenStore",
     "encode_text",
+    "find_store",
+    "find_survey",
+    "hash_rules",
     "longest_stream",
     "open_counts",
     "open_split",
     "prepare",
     "read_store_info",
+    "reading_rules",
     "steps_per_epoch",
+    "stores_in",
     "stream_start",
+    "survey_record",
+    "take_store",
+    "trusted_hash",
+    "with_rules",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        # Workers import this package, and torch takes a second.
+        if name in ("Batches", "Segment", "longest_stream", "steps_per_epoch", "stream_start"):
+            from txlcli.data import batches
+
+            return getattr(batches, name)
+        raise AttributeError(f"module 'txlcli.data' has no attribute {name!r}")

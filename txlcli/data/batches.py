@@ -1,5 +1,7 @@
 """The text as parallel streams of segments: what each step of training reads."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +12,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from txlcli import UserError
+from txlcli.data.ahead import Ahead
 from txlcli.data.store import TokenStore
 
 # Ids that wait in memory for their step, over all streams.
 READ_AHEAD_TOKENS = 1 << 22
 LARGEST_BLOCK_TOKENS = 1 << 16
+# What is read ahead for coming steps: ids that wait, and steps.
+AHEAD_TOKENS = 1 << 21
+MOST_AHEAD = 64
 
 
 def stream_start(stream: int, n_tokens: int, n_stream: int) -> int:
@@ -55,7 +61,8 @@ class Batches:
     """The text as `n_stream` parallel streams, cut into segments of `tgt_len`.
 
     What a step reads is a function of the step alone. `n_stream` is less than asked for where the text
-    has fewer targets than that; ids are read ahead in one block a stream.
+    has fewer targets than that; ids are read in one block a stream after the other, each stream from its
+    start to its end, and within `reading_ahead` by a thread.
 
     Raises:
         UserError: the store holds fewer than two tokens.
@@ -72,6 +79,26 @@ class Batches:
         self.steps_per_epoch = steps_per_epoch(store.n_tokens, self.n_stream, tgt_len)
         self._block_tokens = max(tgt_len + 1, min(LARGEST_BLOCK_TOKENS, READ_AHEAD_TOKENS // self.n_stream))
         self._blocks: dict[int, tuple[int, npt.NDArray[Any]]] = {}
+        self._ahead: Ahead[Segment] | None = None
+        self.waited_s = 0.0
+
+    @contextmanager
+    def reading_ahead(self, first: int, stop: int) -> Iterator[None]:
+        """Read the segments of the steps `first` to `stop` ahead in a thread while the block runs.
+
+        They are taken with `segment`, in order. What the thread meets, such as a damaged store, is raised
+        where its step is taken. `waited_s` then says how long steps have waited.
+        """
+        # The thread has blocks of its own, so that whoever asks for another step does not meet it there.
+        own = Batches(self.store, self.n_stream, self.tgt_len)
+        n_ahead = min(MOST_AHEAD, AHEAD_TOKENS // (self.n_stream * (self.tgt_len + 1)))
+        self._ahead = Ahead(own.segment, first, stop, n_ahead)
+        try:
+            yield
+        finally:
+            self._ahead.close()
+            self.waited_s += self._ahead.waited_s
+            self._ahead = None
 
     def epoch(self, step: int) -> float:
         """Return the epochs read before a step, as a fraction of segments."""
@@ -79,6 +106,8 @@ class Batches:
 
     def segment(self, step: int, rows: slice | None = None) -> Segment:
         """Return the segment of a step, counted from 0, for all streams or some of them."""
+        if self._ahead is not None and rows is None and self._ahead.has(step):
+            return self._ahead.take(step)
         index = step % self.steps_per_epoch
         begin = index * self.tgt_len
         length = min(self.tgt_len, longest_stream(self.store.n_tokens, self.n_stream) - begin)

@@ -1,10 +1,11 @@
 """The ids of a run on disk: their form, and reading them by offset."""
 
+import dataclasses
 import functools
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeAlias
@@ -16,6 +17,8 @@ from txlcli import UserError, files
 
 Split: TypeAlias = Literal["train", "valid", "test"]
 Ids: TypeAlias = npt.NDArray[np.int64]
+
+SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 
 LARGEST_STORE_JSON = 1 << 26
 
@@ -34,11 +37,26 @@ class SplitInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceInfo:
-    """One file that the text came from, as it was then; the path as the user gave it."""
+    """One file that the text came from, as it was then; the path as the user gave it.
+
+    `n_bytes` is its size on the disk. `inode` and `ctime_ns` are None where they prove nothing: in stores
+    that were written without them, and where the file had changed only just before it was read, so that the
+    clock of the file system may not tell a further change from that one.
+    """
 
     path: str
     n_bytes: int
     mtime_ns: int
+    inode: int | None = None
+    ctime_ns: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextInfo:
+    """The files of one text, and the sha256 of their bytes end to end; None: they changed meanwhile."""
+
+    sources: tuple[SourceInfo, ...]
+    sha256: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +65,12 @@ class StoreInfo:
 
     `start_id` is what an empty prompt starts from: the newline, or the most frequent token of the
     training text. `tokenizer` is the fingerprint of the one that made the ids. `split_at` is the byte of
-    the corpus at which the held-out text begins, `sha256` that of the whole corpus.
+    the corpus at which the held-out text begins, `sha256` that of the whole corpus; None: its files changed
+    meanwhile.
+
+    The rest lets another run take this store as its own (see `reuse`): `rules` is the hash of all settings
+    that shape tokenizer and ids, empty where nobody may take it; `others` the texts of other files, by split;
+    `survey` what one pass over the corpus found; `notices` what a user was told about the text.
     """
 
     n_vocab: int
@@ -56,9 +79,13 @@ class StoreInfo:
     tokenizer: str
     encoding: str
     corpus: tuple[SourceInfo, ...]
-    sha256: str
+    sha256: str | None
     split_at: int
     splits: Mapping[str, SplitInfo]
+    rules: str = ""
+    others: Mapping[str, TextInfo] = field(default_factory=dict)
+    survey: Mapping[str, Any] | None = None  # Any: JSON's values, checked by whoever takes them
+    notices: tuple[str, ...] = ()
 
 
 class TokenStore:
@@ -197,6 +224,18 @@ def read_store_info(run_dir: Path) -> StoreInfo:
         raise UserError(f"{path}: damaged; {type(error).__name__}: {error}") from error
 
 
+def write_store_info(folder: Path, info: StoreInfo) -> None:
+    """Write `store.json` into the folder of the store."""
+    text = json.dumps(dataclasses.asdict(info), indent=1, sort_keys=True)
+    (folder / "store.json").write_text(text + "\n", encoding="utf-8")
+
+
+def text_name(sources: Sequence[SourceInfo]) -> str:
+    """Return what messages called a text: its first file, and how many more there are."""
+    more = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
+    return "".join(source.path for source in sources[:1]) + more
+
+
 def open_split(run_dir: Path, split: Split) -> TokenStore:
     """Open the ids of one split of a run.
 
@@ -242,8 +281,8 @@ def _split_info(run_dir: Path, info: StoreInfo, split: Split) -> SplitInfo:
 def _parse_store_info(data: Any) -> StoreInfo:  # Any: JSON of unknown shape, checked field by field
     """Check every field's type and bound; the errors that this raises name the field."""
     n_vocab = _integer(data, "n_vocab", 1, 1 << 31)
-    splits = {}
-    for name in ("train", "valid", "test"):
+    splits: dict[str, SplitInfo] = {}
+    for name in SPLITS:
         if name in data["splits"]:
             part = data["splits"][name]
             splits[name] = SplitInfo(
@@ -254,20 +293,41 @@ def _parse_store_info(data: Any) -> StoreInfo:  # Any: JSON of unknown shape, ch
                 n_unknown=_integer(part, "n_unknown"),
                 counts_dtype=None if part["counts_dtype"] is None else _dtype(part, "counts_dtype"),
             )
-    corpus = tuple(
-        SourceInfo(path=_text(one, "path"), n_bytes=_integer(one, "n_bytes"), mtime_ns=int(one["mtime_ns"]))
-        for one in data["corpus"]
-    )
+    others = {
+        split: TextInfo(sources=_sources(one["sources"]), sha256=_text_or_none(one, "sha256"))
+        for split, one in data.get("others", {}).items()
+    }
+    survey = data.get("survey")
+    if not isinstance(survey, dict | None):
+        raise ValueError("`survey` is no object")
     return StoreInfo(
         n_vocab=n_vocab,
         dtype=_dtype(data, "dtype"),
         start_id=_integer(data, "start_id", 0, n_vocab - 1),
         tokenizer=_text(data, "tokenizer"),
         encoding=_text(data, "encoding"),
-        corpus=corpus,
-        sha256=_text(data, "sha256"),
+        corpus=_sources(data["corpus"]),
+        sha256=_text_or_none(data, "sha256"),
         split_at=_integer(data, "split_at"),
         splits=splits,
+        rules=_text({"rules": "", **data}, "rules"),
+        others=others,
+        survey=survey,
+        notices=tuple(_text({"notices": text}, "notices") for text in data.get("notices", ())),
+    )
+
+
+def _sources(data: Any) -> tuple[SourceInfo, ...]:
+    return tuple(
+        SourceInfo(
+            path=_text(one, "path"),
+            n_bytes=_integer(one, "n_bytes"),
+            mtime_ns=int(one["mtime_ns"]),
+            # A store of before has neither.
+            inode=_integer_or_none({"inode": None, **one}, "inode", 1 << 64),
+            ctime_ns=None if one.get("ctime_ns") is None else int(one["ctime_ns"]),
+        )
+        for one in data
     )
 
 
@@ -278,8 +338,8 @@ def _integer(data: Any, key: str, least: int = 0, most: int = 1 << 60) -> int:
     return value
 
 
-def _integer_or_none(data: Any, key: str) -> int | None:
-    return None if data[key] is None else _integer(data, key)
+def _integer_or_none(data: Any, key: str, most: int = 1 << 60) -> int | None:
+    return None if data[key] is None else _integer(data, key, most=most)
 
 
 def _text(data: Any, key: str) -> str:
@@ -287,6 +347,10 @@ def _text(data: Any, key: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"`{key}` is {value!r:.40}, not a text")
     return value
+
+
+def _text_or_none(data: Any, key: str) -> str | None:
+    return None if data[key] is None else _text(data, key)
 
 
 def _dtype(data: Any, key: str) -> str:

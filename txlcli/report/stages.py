@@ -6,13 +6,16 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from txlcli.report.screen import Screen
-from txlcli.report.text import size_text
+from txlcli.report.text import duration_text, size_text
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
 _LINE_S = 10.0
 """Seconds between lines about one stage, on a stream that is no terminal."""
+
+_SPEED_S = 1.0
+"""Seconds after which a stage has shown how fast it is."""
 
 
 def open_bar(
@@ -57,19 +60,26 @@ class Stages:
         self._bar: tqdm[NoReturn] | None = None
         self._stage = ""
         self._line_s = -math.inf
+        self._begun = (0.0, 0)
 
     def show(self, stage: str, done: int, total: int, unit: str) -> None:
         """Say how far a stage is; `total` 0: not known."""
         if self.screen.is_quiet:
             return
+        is_new = stage != self._stage or (self.screen.is_animated and self._bar is None)
+        if is_new:
+            self._begun = (time.monotonic(), done)
         if not self.screen.is_animated:
-            self._show_line(stage, done, total, unit)
+            self._show_line(stage, done, total, unit, is_new=is_new)
             return
-        if stage != self._stage or self._bar is None:
+        if is_new:
             self.close()
             self._stage = stage
-            layout = "{desc}  {percentage:3.0f}% {bar} {n_fmt}/{total_fmt}" if total else "{desc}"
+            layout = "{desc}  {percentage:3.0f}% {bar} {n_fmt}/{total_fmt}{postfix}" if total else "{desc}"
             self._bar = open_bar(self.screen, layout, stage, total or None, is_scaled=True)
+        assert self._bar is not None
+        # The layout puts a comma before it.
+        self._bar.set_postfix_str(", ".join(self._speed(done, total, unit)), refresh=False)
         self._bar.update(done - self._bar.n)
 
     def close(self) -> None:
@@ -77,14 +87,21 @@ class Stages:
         close_bar(self._bar)
         self._bar = None
 
-    def _show_line(self, stage: str, done: int, total: int, unit: str) -> None:
+    def _speed(self, done: int, total: int, unit: str) -> list[str]:
+        """Return bytes a second and the time left, as soon as a stage has gone on for a moment."""
+        elapsed_s, n_new = time.monotonic() - self._begun[0], done - self._begun[1]
+        if unit != "bytes" or elapsed_s < _SPEED_S or n_new <= 0:
+            return []
+        left = [f"{duration_text((total - done) * elapsed_s / n_new)} left"] if total > done else []
+        return [f"{size_text(n_new / elapsed_s)}/s", *left]
+
+    def _show_line(self, stage: str, done: int, total: int, unit: str, *, is_new: bool) -> None:
         now_s = time.monotonic()
-        is_new = stage != self._stage
         if not is_new and now_s - self._line_s < _LINE_S:
             return
         whole = _amount(total, unit) if total else ""
         far = f"{_amount(done, unit)} of {whole}" if whole else _amount(done, unit) if done else ""
-        amount = (whole or far) if is_new else far
+        amount = (whole or far) if is_new else ", ".join([far, *self._speed(done, total, unit)])
         self.screen.write(f"{stage}: {amount}" if amount else stage)
         self._stage, self._line_s = stage, now_s
 

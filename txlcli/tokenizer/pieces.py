@@ -73,6 +73,8 @@ _NOT_LEARNED = re.compile(f"[\0{SPACE}\u2585\x1f\udc80-\udcff{''.join(OWN_PIECES
 MAX_PIECE_CHARACTERS = 16
 # The library splits work among these; fixed, so that the machine does not matter.
 TRAINING_THREADS = 4
+# In encoding; a process that is one of many sets it to one. -1: as many as there are processors.
+N_THREADS = -1
 
 CHARACTERS_PER_PIECE = 800
 DEFAULT_SIZES = tuple(1 << n for n in range(9, 16))
@@ -169,10 +171,10 @@ class PieceTokenizer:
     def encode(self, text: bytes) -> Ids:
         """Turn whole units of text into ids, on all processors."""
         if _is_clean(text):
-            encoded = self._library.encode(units(text), out_type=int)
+            encoded = self._library.encode(units(text), out_type=int, num_threads=N_THREADS)
             return np.fromiter(chain.from_iterable(encoded), np.int32)
         clean, byte_ids = zip(*chain.from_iterable(map(_around_bytes, units(text))), strict=True)
-        encoded = self._library.encode(list(clean), out_type=int)
+        encoded = self._library.encode(list(clean), out_type=int, num_threads=N_THREADS)
         pairs = zip(encoded, byte_ids, strict=True)
         return np.fromiter(chain.from_iterable(chain.from_iterable(pairs)), np.int32)
 

@@ -61,6 +61,8 @@ def train(
     with ExitStack() as stack:
         stack.enter_context(run_on(config.machine))
         session = Session.open(run, config, stack)
+        first, stop = session.state.counters.step, min(session.steps, stop_at or session.steps)
+        stack.enter_context(session.state.batches.reading_ahead(first, stop))
         try:
             yield from _run(session, should_stop, stop_at, _Clock(session, budget))
         except OSError as error:

@@ -1,5 +1,6 @@
 """From a corpus to a run that is ready to train."""
 
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -26,11 +27,31 @@ from txlcli.config import (
     blame,
     build,
     dump,
+    dump_settings,
     leaf,
+    override,
+    read_origins,
     read_settings,
     unescape,
 )
-from txlcli.data import Prepared, StoreInfo, prepare, steps_per_epoch
+from txlcli.data import (
+    Origin,
+    Prepared,
+    StoredRun,
+    StoreInfo,
+    Taken,
+    find_store,
+    find_survey,
+    hash_rules,
+    prepare,
+    reading_rules,
+    steps_per_epoch,
+    stores_in,
+    survey_record,
+    take_store,
+    trusted_hash,
+    with_rules,
+)
 from txlcli.device import choose_device, choose_precision, has_bf16
 from txlcli.files import write_whole
 from txlcli.plan import (
@@ -46,8 +67,18 @@ from txlcli.plan import (
     run_s,
     take_from_run,
 )
-from txlcli.run import Run, discard_run, new_run, open_run, refuse_without_tokenizer
-from txlcli.sources import Corpus, Survey, complete_utf8, read_text, search_corpus, survey
+from txlcli.run import (
+    RUNS,
+    Run,
+    discard_run,
+    new_run,
+    open_run,
+    read_asked,
+    refuse_without_tokenizer,
+    sweep_run,
+    write_asked,
+)
+from txlcli.sources import Corpus, Survey, complete_utf8, read_chunks, search_corpus, survey
 from txlcli.sources.survey import VALID_BYTES_MAX, VALID_FRACTION
 from txlcli.tokenizer import SAMPLE_BYTES, Tokenizer, build_tokenizer, load_tokenizer
 from txlcli.train.cost import Interrupted, check_fits, count_parameters, measure, memory_bytes
@@ -65,6 +96,9 @@ from txlcli.train.events import (
 from txlcli.train.optim import has_muon, refuse_missing_muon
 
 LARGEST_LINE_BYTES = 400
+
+HASHED_S = 0.1
+"""Seconds between looks at files that are hashed."""
 
 COMPILE_SHARE = 0.1
 """Share of a run's time above which it is said that compiling takes it."""
@@ -108,9 +142,88 @@ def begin(
     if is_from_file is None:
         is_from_file = any(sourced.origin != FLAG for sourced in settings.values())
     request = _Request.of(settings, is_from_file, started, should_stop)
+
+    def make(stack: ExitStack, paths: tuple[str, ...]) -> Run:
+        if dry_run:
+            return Run(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="txl-"))))
+        run = new_run(out, _stem(paths[0]) if paths else "corpus")
+        stack.callback(discard_run, run)
+        write_asked(run, dump_settings(settings), is_from_file=is_from_file)
+        return run
+
+    beside = RUNS if out is None else out.parent
+    yield from _until_ready(request, _Place(make, beside, is_dry=dry_run))
+
+
+def begin_again(
+    run: Run, changes: Settings, *, should_stop: Callable[[], bool] = lambda: False
+) -> Iterator[Event]:
+    """Prepare a run whose preparation was cut off, from the texts that its config.yaml names.
+
+    What was there of it is removed. Unless `Ready` comes the run can be begun again once more.
+
+    Args:
+        run: The run; nobody else is at it.
+        changes: What is set anew.
+        should_stop: As for `begin`.
+
+    Raises:
+        UserError: as `begin`; or its text came through standard input and is not all there.
+    """
+    started = time.monotonic()
+    is_from_file = read_asked(run)
+    assert is_from_file is not None, "the run is not prepared"
+    origins = read_origins(run.config_path)
+    asked = {
+        name: replace(sourced, origin=origins.get(name, sourced.origin))
+        for name, sourced in read_settings(run.config_path).items()
+    }
+    names = ", ".join(_value(asked, "corpus"))
+    yield Notice(f"{run.folder}: its text was not prepared to the end; it is prepared anew, from {names}")
+    request = _Request.of(override(asked, changes), is_from_file, started, should_stop)
+
+    def make(stack: ExitStack, paths: tuple[str, ...]) -> Run:
+        _clear(run)
+        stack.callback(_clear, run)
+        run.checkpoints_folder.mkdir(exist_ok=True)
+        return run
+
+    yield from _until_ready(request, _Place(make, run.folder.parent, stdin_copy=_stdin_copy(run)))
+
+
+def _clear(run: Run) -> None:
+    """Remove what a preparation that was cut off has left."""
+    sweep_run(run)
+    shutil.rmtree(run.data_folder, ignore_errors=True)
+    for path in run.tokenizer_folder.glob("tokenizer.*"):
+        path.unlink()
+
+
+def _stdin_copy(run: Run) -> Path:
+    return run.folder / "stdin.txt"
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a run is prepared.
+
+    Attributes:
+        make: Makes its folder, which is undone with the stack; the corpus' paths may give it its name.
+        beside: The folder whose runs may have the same text.
+        is_dry: It is only planned.
+        stdin_copy: Where standard input was copied to before; None: it is read.
+    """
+
+    make: Callable[[ExitStack, tuple[str, ...]], Run]
+    beside: Path
+    is_dry: bool = False
+    stdin_copy: Path | None = None
+
+
+def _until_ready(request: "_Request", place: _Place) -> Iterator[Event]:
     with ExitStack() as stack:
         try:
-            ready = yield from _prepare(request, out, dry_run, stack)
+            ready = yield from _prepare(request, place, stack)
         except Interrupted:
             return
         if ready is not None:
@@ -190,28 +303,40 @@ def _value(settings: Settings, name: str) -> Any:  # Any: a setting's own type, 
 
 @dataclass(frozen=True)
 class _Texts:
-    """The texts of a run, found and surveyed, and the folder that they go to."""
+    """The texts of a run, found and surveyed, the folder that they go to, and the stores beside it."""
 
     run: Run
     corpus: Corpus
     survey: Survey
     valid: Corpus | None
     test: Corpus | None
+    origin: Origin
+    stores: tuple[StoredRun, ...]
+
+    def read_train(self) -> Iterator[bytes]:
+        """Read what is learned from."""
+        corpus, stop = self.corpus, self.survey.split_at
+        more: dict[str, Any] = {}
+        if getattr(corpus, "valid_every", None) is not None and self.valid is None:
+            stop, more = corpus.n_bytes, {"part": "train"}
+        for chunk in read_chunks(corpus, 0, stop, **more):
+            yield chunk.text
 
 
-def _prepare(
-    request: _Request, out: Path | None, is_dry: bool, stack: ExitStack
-) -> Generator[Event, None, Ready | None]:
+def _prepare(request: _Request, place: _Place, stack: ExitStack) -> Generator[Event, None, Ready | None]:
     """Do all of `begin` but its last event; `stack` holds what must be undone unless that event comes."""
+    is_dry = place.is_dry
     yield from map(Notice, request.notices)
-    texts = yield from _find_texts(request, out, is_dry, stack)
+    texts = yield from _find_texts(request, place, stack)
     run, facts = texts.run, _facts(request, texts)
     settings = plan_text(request.settings, facts, from_file=request.is_from_file)
-    tokenizer = yield from _make_tokenizer(request, settings, texts)
+    taken = yield from _take(request, settings, texts)
+    tokenizer = (yield from _make_tokenizer(request, settings, texts)) if taken is None else taken.tokenizer
+    yield from _told_vocabulary(request, tokenizer)
     facts = replace(facts, n_vocab=tokenizer.n_vocab)
     settings = plan_vocabulary(settings, facts, from_file=request.is_from_file)
     yield from _told_clusters(settings)
-    info = yield from _encode(request, texts, tokenizer)
+    info = (yield from _encode(request, texts, tokenizer)) if taken is None else taken.info
     valid = info.splits.get("valid")
     facts = replace(
         facts, n_train_tokens=info.splits["train"].n_tokens, n_valid_tokens=valid.n_tokens if valid else 0
@@ -308,9 +433,7 @@ def _expected_s(config: Config, settings: Settings, facts: Facts, measured: Meas
     return measured.spent_s + run_s(config.train.steps, Known(settings), facts, measured)
 
 
-def _find_texts(
-    request: _Request, out: Path | None, is_dry: bool, stack: ExitStack
-) -> Generator[Event, None, _Texts]:
+def _find_texts(request: _Request, place: _Place, stack: ExitStack) -> Generator[Event, None, _Texts]:
     """Find and survey the texts; the run's folder is made first, so that a bad place shows at once."""
     settings = request.settings
     if request.init is not None:
@@ -334,16 +457,14 @@ def _find_texts(
     valid, test = named["valid"], named["test"]
     rules["valid_every"] = _value(settings, "valid_every")
     rules["held_out"] = [one for one in (valid, test) if one is not None]
+    if place.stdin_copy is not None:
+        paths = _with_copy(paths, place.stdin_copy)
     has_stdin = "-" in paths
     corpus = None if has_stdin else (yield from _search(request, paths, **rules))
-    if is_dry:
-        run = Run(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="txl-"))))
-    else:
-        run = new_run(out, _stem(paths[0]) if paths else "corpus")
-        stack.callback(discard_run, run)
+    run = place.make(stack, paths)
     if corpus is None:
         yield Progress("reading standard input", 0, 0, "bytes")
-        corpus = yield from _search(request, paths, **rules, stdin_copy=run.folder / "stdin.txt")
+        corpus = yield from _search(request, paths, **rules, stdin_copy=_stdin_copy(run))
     for one in (corpus, valid, test):
         yield from map(Notice, () if one is None else one.notices)
     # The default share is bounded in bytes; one that was asked for is meant as it is.
@@ -353,19 +474,115 @@ def _find_texts(
         fraction = 0.0
     elif fraction is None:
         fraction = VALID_FRACTION
-    found = None
-    for event in survey(corpus, valid_fraction=fraction, valid_bytes_max=bound):
-        if isinstance(event, Survey):
-            found = event
-        else:
-            yield Progress(event.stage, event.done_bytes, event.total_bytes, "bytes")
-            request.pause()
-    assert found is not None, "a survey ends with what it found"
+    origin, stores = Origin.of(corpus, valid, test), tuple(stores_in(place.beside))
+    for name, look in origin.looks.items():
+        sha256 = trusted_hash(stores, look)
+        if sha256 is not None:
+            origin.hashes[name] = sha256
+    found = yield from _survey(request, corpus, origin, stores, fraction, bound)
     for text in found.notices:
         yield Notice(text)
-    if is_dry:
+    if place.is_dry:
         yield Found(corpus, found, valid, test)
-    return _Texts(run, corpus, found, valid, test)
+    return _Texts(run, corpus, found, valid, test, origin, stores)
+
+
+def _with_copy(paths: tuple[str, ...], copy: Path) -> tuple[str, ...]:
+    """Read the copy of standard input that was made before.
+
+    Raises:
+        UserError: it was not made to the end.
+    """
+    if "-" in paths and not copy.exists():
+        raise UserError(
+            f"{copy.parent}: cannot be prepared anew; its text came through standard input, which was not "
+            "read to the end; begin another run: ... | txl train -"
+        )
+    return tuple(str(copy) if path == "-" else path for path in paths)
+
+
+def _survey(
+    request: _Request,
+    corpus: Corpus,
+    origin: Origin,
+    stores: Sequence[StoredRun],
+    fraction: float,
+    bound: int | None,
+) -> Generator[Event, None, Survey]:
+    """Survey the corpus, unless that was done before; what is read for it is hashed too."""
+    rules = hash_rules([reading_rules(corpus), fraction, bound])
+    sha256 = origin.hashes.get("train")
+    found = None if sha256 is None else find_survey(stores, sha256, rules, corpus.name)
+    if found is None:
+        with ExitStack() as stack:
+            # Raw bytes are not read for a survey; they are hashed when they are encoded.
+            hashing = None
+            if sha256 is None and not corpus.raw:
+                hashing = stack.enter_context(origin.hash_missing(("train",)))
+            for event in survey(corpus, valid_fraction=fraction, valid_bytes_max=bound):
+                if isinstance(event, Survey):
+                    found = event
+                    continue
+                if hashing is not None:
+                    hashing.allow(event.done_bytes)
+                yield Progress(event.stage, event.done_bytes, event.total_bytes, "bytes")
+                request.pause()
+            if hashing is not None:
+                origin.hashes.update(hashing.result())
+    assert found is not None, "a survey ends with what it found"
+    origin.survey = survey_record(found, rules)
+    return found
+
+
+def _take(request: _Request, settings: Settings, texts: _Texts) -> Generator[Event, None, Taken | None]:
+    """Take vocabulary and ids of a run that made them of the same text under the same settings, if any."""
+    origin = texts.origin
+    origin.rules = hash_rules([_text_rules(request, settings, texts)])
+    stores = with_rules(texts.stores, origin.rules)
+    if not stores:
+        return None
+    # Only now is it worth to hash what no survey has read.
+    with origin.hash_missing() as hashing:
+        while not hashing.is_done(HASHED_S):
+            yield Progress("comparing with texts prepared before", hashing.n_read, hashing.n_bytes, "bytes")
+            request.pause()
+        origin.hashes.update(hashing.result())
+    known = find_store(stores, origin)
+    if known is None:
+        return None
+    try:
+        for event in take_store(known, origin, texts.run.folder):
+            if isinstance(event, Taken):
+                how = "by hard links" if event.is_linked else "as copies"
+                yield Notice(
+                    f"{texts.corpus.name}: prepared before; vocabulary and ids are those of {known.run_dir}, "
+                    f"{how}"
+                )
+                yield from map(Notice, event.info.notices)
+                return event
+            yield Progress(event.stage, event.done_bytes, event.total_bytes, "bytes")
+            request.pause()
+    except UserError as error:
+        _clear(texts.run)
+        yield Notice(f"{known.run_dir}: has prepared the same text, but it cannot be taken: {error}")
+    return None
+
+
+def _text_rules(request: _Request, settings: Settings, texts: _Texts) -> dict[str, Any]:
+    """Return all settings that shape tokenizer and ids."""
+    kind, found = _value(settings, "tokenizer"), texts.survey
+    tokenizer: dict[str, Any] = {name: _value(settings, name) for name in ("tokenizer", "vocab_size")}
+    if request.init is not None:
+        tokenizer = {"fingerprint": load_tokenizer(request.init.tokenizer_folder).fingerprint()}
+    elif kind not in ("byte", "char") and found.n_train_bytes > SAMPLE_BYTES:
+        tokenizer["seed"] = _value(settings, "seed")  # it chooses what is learned from
+    others = {"valid": texts.valid, "test": texts.test}
+    return {
+        "corpus": reading_rules(texts.corpus),
+        "split_at": found.split_at,
+        "others": {name: None if one is None else reading_rules(one) for name, one in others.items()},
+        "tokenizer": tokenizer,
+    }
 
 
 def _check_data(settings: Settings) -> None:
@@ -413,27 +630,40 @@ def _make_tokenizer(
     if request.init is not None:
         tokenizer = load_tokenizer(request.init.tokenizer_folder)
     else:
+        has_documents = getattr(texts.corpus, "has_documents", False)
         if kind in ("word", "sentencepiece") and not found.has_text:
             raise UserError(
                 f"{texts.corpus.name}: has only white space; a {kind} vocabulary needs words; "
                 "use --tokenizer char or byte"
             )
-        if kind == "sentencepiece" and found.split_at > SAMPLE_BYTES:
+        if kind == "sentencepiece" and found.n_train_bytes > SAMPLE_BYTES:
             yield Notice(f"vocabulary: learned from {SAMPLE_BYTES >> 20} MiB drawn from all over the text")
         yield Progress(f"making the {kind} vocabulary", 0, 0, "bytes")
         tokenizer = build_tokenizer(
             kind,
             vocab_size=_value(settings, "vocab_size"),
-            text=lambda: _interruptible(request, read_text(texts.corpus, 0, found.split_at)),
-            n_bytes=found.split_at,
+            text=lambda: _interruptible(request, _lessons(kind, texts)),
+            n_bytes=found.n_train_bytes,
             seed=_value(settings, "seed"),
             newlines=_value(settings, "newlines"),
+            **({"has_documents": True} if has_documents else {}),
         )
-        asked = _value(request.settings, "vocab_size")
-        if asked is not None and tokenizer.n_vocab != asked:
-            yield Notice(f"vocabulary: {asked:,} asked for, the text gives {tokenizer.n_vocab:,}")
     tokenizer.save(texts.run.tokenizer_folder)
     return tokenizer
+
+
+def _lessons(kind: str, texts: _Texts) -> Iterator[bytes]:
+    """Read what a vocabulary is learned from; of characters the survey has seen which there are."""
+    if kind == "char":
+        return iter(["".join(texts.survey.alphabet).encode()])
+    return texts.read_train()
+
+
+def _told_vocabulary(request: _Request, tokenizer: Tokenizer) -> Iterator[Notice]:
+    """Say where the vocabulary has another size than was asked for."""
+    asked = _value(request.settings, "vocab_size")
+    if request.init is None and asked is not None and tokenizer.n_vocab != asked:
+        yield Notice(f"vocabulary: {asked:,} asked for, the text gives {tokenizer.n_vocab:,}")
 
 
 def _interruptible(request: _Request, chunks: Iterator[bytes]) -> Iterator[bytes]:
@@ -450,6 +680,9 @@ def _encode(request: _Request, texts: _Texts, tokenizer: Tokenizer) -> Generator
         split_at=texts.survey.split_at,
         valid=texts.valid,
         test=texts.test,
+        origin=texts.origin,
+        tokenizer_folder=texts.run.tokenizer_folder,
+        n_processors=_value(request.settings, "threads"),
     ):
         if isinstance(event, Prepared):
             for text in event.notices:
@@ -500,7 +733,7 @@ def _summarize(
 
 def _first_line(texts: _Texts, tokenizer: Tokenizer) -> FirstLine:
     """Encode the first line that has something in it."""
-    start = next(read_text(texts.corpus, 0, texts.survey.split_at), b"")[:LARGEST_LINE_BYTES]
+    start = next(texts.read_train(), b"")[:LARGEST_LINE_BYTES]
     line = next((line for line in start.splitlines() if line.strip()), start)
     if not texts.corpus.raw:
         line = line[: complete_utf8(line)]

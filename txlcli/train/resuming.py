@@ -25,12 +25,12 @@ from txlcli.data import StoreInfo, read_store_info, steps_per_epoch
 from txlcli.device import choose_device, choose_precision
 from txlcli.files import write_whole
 from txlcli.plan import MINUTES, Facts, Known, Measured, last_eval_is_whole, minutes_text, steps_within
-from txlcli.run import Run, list_checkpoints, read_bits_per_byte, refuse_converted
+from txlcli.run import Run, list_checkpoints, read_asked, read_bits_per_byte, refuse_converted
 from txlcli.tokenizer import load_tokenizer
 from txlcli.train.cost import Interrupted, measure
 from txlcli.train.events import Budget, Event, Finished, Notice, Progress, Ready
 from txlcli.train.optim import learning_rate
-from txlcli.train.preparing import choose_attention, leave_out_failed_compile, without_length
+from txlcli.train.preparing import begin_again, choose_attention, leave_out_failed_compile, without_length
 from txlcli.train.state import Counters, read_counters
 
 
@@ -38,6 +38,8 @@ def resume(
     run: Run, changes: Settings, *, should_stop: Callable[[], bool] = lambda: False
 ) -> Iterator[Event]:
     """Make ready to continue a run from its last checkpoint and its own store.
+
+    A run whose text is not prepared is prepared anew (`begin_again`).
 
     Args:
         run: The run.
@@ -58,6 +60,9 @@ def resume(
                 f"{leaf(name).flag_for(sourced.value) or 'CORPUS'}: cannot change on resume; leave it out, "
                 f"or begin a new run: txl train -c {run.config_path}"
             )
+    if read_asked(run) is not None:
+        yield from begin_again(run, changes, should_stop=should_stop)
+        return
     settings = read_settings(run.config_path)
     config = build(settings)
     refuse_converted(

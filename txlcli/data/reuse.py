@@ -1,0 +1,206 @@
+"""Finding the same text among the runs beside a new one, and taking their store."""
+
+import dataclasses
+import os
+import shutil
+import types
+import typing
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from txlcli import UserError, files
+from txlcli.data.origin import Look, Origin
+from txlcli.data.store import (
+    SPLITS,
+    StoreInfo,
+    open_counts,
+    open_split,
+    read_store_info,
+    text_name,
+    write_store_info,
+)
+from txlcli.sources import Progress, Survey
+from txlcli.tokenizer import Tokenizer, load_tokenizer
+
+COPIED_BYTES = 1 << 22
+
+
+class StoredRun(NamedTuple):
+    """A run that has a store."""
+
+    run_dir: Path
+    info: StoreInfo
+
+
+class Taken(NamedTuple):
+    """A store that is now a run's own: what it holds, its tokenizer, and whether nothing had to be copied."""
+
+    info: StoreInfo
+    tokenizer: Tokenizer
+    is_linked: bool
+
+
+def stores_in(folder: Path) -> list[StoredRun]:
+    """List the stores of the runs in a folder that another run may take; damaged ones are nobody's."""
+    found = []
+    with suppress(OSError):
+        for run_dir in sorted(folder.iterdir()):
+            # Quicker than to try and fail in each of the folders that are none.
+            if os.path.isfile(run_dir / "data" / "store.json"):  # noqa: PTH113  # false where it is closed to us
+                with suppress(UserError):
+                    info = read_store_info(run_dir)
+                    if info.rules:
+                        found.append(StoredRun(run_dir, info))
+    return found
+
+
+def trusted_hash(stores: Sequence[StoredRun], look: Look) -> str | None:
+    """Return the sha256 of files that were hashed before and have not changed since; None: unknown."""
+    for known in stores:
+        texts = [(known.info.corpus, known.info.sha256)]
+        texts += [(text.sources, text.sha256) for text in known.info.others.values()]
+        for sources, sha256 in texts:
+            if sha256 is not None and look.is_as(sources):
+                return sha256
+    return None
+
+
+def find_survey(stores: Sequence[StoredRun], sha256: str, rules: str, name: str) -> Survey | None:
+    """Return what a pass over the same text, now called `name`, found before under the same rules."""
+    for known in stores:
+        survey = known.info.survey
+        if known.info.sha256 == sha256 and survey is not None and survey.get("rules") == rules:
+            with suppress(KeyError, TypeError, ValueError):
+                found = _parse_survey(survey["found"])
+                names = {text_name(known.info.corpus): name}
+                told = tuple(_rename(notice, names) for notice in found.notices)
+                # JSON has no order of its own.
+                alphabet = dict(sorted(found.alphabet.items(), key=lambda item: (-item[1], item[0])))
+                return dataclasses.replace(found, notices=told, alphabet=alphabet)
+    return None
+
+
+def survey_record(found: Survey, rules: str) -> dict[str, Any]:
+    """Return a survey as JSON's values."""
+    return {"rules": rules, "found": dataclasses.asdict(found)}
+
+
+def _parse_survey(values: Any) -> Survey:
+    """Check every field's type, since the file may be a stranger's."""
+    hints = typing.get_type_hints(Survey)
+    if set(values) != set(hints):
+        raise ValueError("a survey of another version")
+    return Survey(**{name: _checked(value, hints[name]) for name, value in values.items()})
+
+
+def _checked(value: Any, hint: Any) -> Any:
+    """Return a value of JSON in the type that an annotation names.
+
+    Raises:
+        TypeError: it is of another.
+    """
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and types.NoneType in arguments:
+            return None
+        (hint,) = (one for one in arguments if one is not types.NoneType)
+        return _checked(value, hint)
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(_checked(one, arguments[0]) for one in value)
+    if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, dict):
+        return {_checked(key, arguments[0]): _checked(one, arguments[1]) for key, one in value.items()}
+    if origin is None and type(value) is hint:
+        return value
+    raise TypeError(f"{value!r:.40} is no {hint}")
+
+
+def find_store(stores: Sequence[StoredRun], origin: Origin) -> StoredRun | None:
+    """Return a store that holds what this text would become; its rules and all hashes are known."""
+    others = {name: value for name, value in origin.hashes.items() if name != "train"}
+    for known in with_rules(stores, origin.rules):
+        theirs = {name: text.sha256 for name, text in known.info.others.items()}
+        if known.info.sha256 == origin.hashes["train"] and theirs == others:
+            return known
+    return None
+
+
+def with_rules(stores: Sequence[StoredRun], rules: str) -> list[StoredRun]:
+    """Return the stores made under the same settings, of whatever text."""
+    return [known for known in stores if known.info.rules == rules]
+
+
+def take_store(known: StoredRun, origin: Origin, run_dir: Path) -> Iterator[Progress | Taken]:
+    """Give a run the store and the tokenizer of another; the last event is `Taken`.
+
+    They are hard links; where links cannot be, copies.
+
+    Raises:
+        UserError: the other's are damaged, or the disk is too small.
+    """
+    data, names, is_linked = known.run_dir / "data", [], True
+    for split in SPLITS:
+        if split in known.info.splits:
+            # Opening compares their sizes with what the store says.
+            open_split(known.run_dir, split).close()
+            names.append(f"{split}.ids")
+            if known.info.splits[split].counts_dtype is not None:
+                open_counts(known.run_dir, split).close()
+                names += [name for name in (f"{split}.counts", f"{split}.left_out") if (data / name).exists()]
+    for path in sorted(known.run_dir.glob("tokenizer.*")):
+        is_linked &= yield from _take(path, run_dir / path.name)
+    tokenizer = load_tokenizer(run_dir)
+    if tokenizer.fingerprint() != known.info.tokenizer:
+        raise UserError(f"{data}: encoded with another tokenizer than the one beside it")
+    info = _renamed(known.info, origin)
+    with files.folder_whole(run_dir / "data") as folder:
+        for name in names:
+            is_linked &= yield from _take(data / name, folder / name)
+        write_store_info(folder, info)
+    yield Taken(info, tokenizer, is_linked)
+
+
+def _take(source: Path, target: Path) -> Generator[Progress, None, bool]:
+    """Link a file, or copy it; say which."""
+    try:
+        os.link(source, target)
+    except OSError:
+        pass  # another file system, or one without links, or too many of them: what a copy cannot do it says
+    else:
+        return True
+    n_bytes = source.stat().st_size
+    free = shutil.disk_usage(target.parent).free
+    if n_bytes > free:
+        raise UserError(
+            f"{target.parent}: the disk is too full for the ids; needs {n_bytes / 1e6:,.1f} MB, "
+            f"{free / 1e6:,.1f} MB are free; choose another place with --out"
+        )
+    done = 0
+    with source.open("rb") as file, target.open("xb") as copy:
+        while block := file.read(COPIED_BYTES):
+            copy.write(block)
+            done += len(block)
+            yield Progress("copying the ids", done, n_bytes)
+    return False
+
+
+def _renamed(info: StoreInfo, origin: Origin) -> StoreInfo:
+    """Call the texts of a store as the user calls them now."""
+    sources = {"train": info.corpus} | {name: text.sources for name, text in info.others.items()}
+    names = {text_name(sources[name]): corpus.name for name, corpus in origin.corpora.items()}
+    return dataclasses.replace(
+        info,
+        corpus=origin.looks["train"].recorded(),
+        others=origin.others(),
+        survey=origin.survey,
+        notices=tuple(_rename(notice, names) for notice in info.notices),
+    )
+
+
+def _rename(notice: str, names: Mapping[str, str]) -> str:
+    """Replace the name that a notice begins with."""
+    for old, new in names.items():
+        if notice.startswith(f"{old}: "):
+            return new + notice.removeprefix(old)
+    return notice

@@ -1,0 +1,229 @@
+"""Encoding on all processors: processes that do with pieces of text what `encode` does, in order.
+
+A worker loads the tokenizer from its files and does not import torch. It is sent pieces and sends back what
+they have become; on both ways a message is a JSON text, which says what follows, and then the bytes of each
+array. A worker hears no signals, since Ctrl-C goes to all processes of a terminal and the one that reads the
+text decides; it ends when its pipe does, which is also when that one is killed.
+"""
+
+import json
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+import traceback
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from txlcli import UserError
+from txlcli.data.encoding import SYMBOLS, Encoded, Piece, Rules, encode
+from txlcli.tokenizer import OutsideVocabulary, Tokenizer, load_tokenizer, pieces
+
+# Below this the start of a worker costs more than it saves; symbols are looked up as fast as they are sent.
+LEAST_BYTES = 1 << 24
+# Pieces that a worker holds: the one that it encodes, and the next.
+N_AHEAD = 2
+
+_ARRAYS = {"sizes": "<u4", "left_out": "<i8", "document_ends": "<i8", "end_sizes": "<i8"}
+
+
+def worker_count(tokenizer: Tokenizer, n_bytes: int, n_processors: int | None = None) -> int:
+    """Return how many workers a text of `n_bytes` is worth; 0: it is encoded in this process.
+
+    Args:
+        tokenizer: What encodes it.
+        n_bytes: The size of the text.
+        n_processors: How many processors may be used; None: all that this process may run on.
+    """
+    if n_processors is None:
+        has_affinity = hasattr(os, "sched_getaffinity")
+        n_processors = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    if n_processors < 2 or n_bytes < LEAST_BYTES or tokenizer.kind in SYMBOLS:
+        return 0
+    return n_processors
+
+
+class Workers:
+    """Processes that encode pieces; in a `with` block, at whose end they are gone.
+
+    Args:
+        n_workers: How many.
+        folder: Where `tokenizer.json` lies.
+        rules: How pieces are encoded.
+    """
+
+    def __init__(self, n_workers: int, folder: Path, rules: Rules) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        self._arguments = (str(folder), json.dumps(rules._asdict()))
+        self._n_workers = n_workers
+
+    def __enter__(self) -> "Workers":
+        try:
+            with _signals_held():
+                for _ in range(self._n_workers):
+                    self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def encode(self, text: Iterator[Piece], *, is_counted: bool) -> Iterator[tuple[Piece, Encoded]]:
+        """Yield each piece, without its text, and what it has become, in order.
+
+        At most two pieces a worker are on their way.
+
+        Raises:
+            OutsideVocabulary: without a place, which is found by reading again.
+            UserError: a worker was killed.
+        """
+        waiting: deque[tuple[int, Piece]] = deque()
+        for n_sent, piece in enumerate(text):
+            # Whose answer is taken before it gets more never waits for us while we wait for it.
+            if len(waiting) == N_AHEAD * self._n_workers:
+                yield self._receive(*waiting.popleft())
+            worker = n_sent % self._n_workers
+            self._send(worker, piece, is_counted)
+            waiting.append((worker, piece._replace(text=b"", sizes=None, left_out=None)))
+        while waiting:
+            yield self._receive(*waiting.popleft())
+
+    def close(self) -> None:
+        """End the processes at once: they hold nothing that is not made again."""
+        for process in self._processes:
+            with suppress(ValueError):
+                process.kill()
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join()
+            process.close()
+        self._pipes, self._processes = [], []
+
+    def _start(self) -> None:
+        ours, theirs = self._context.Pipe()
+        self._pipes.append(ours)
+        process = self._context.Process(target=work, args=(theirs, *self._arguments), daemon=True)
+        process.start()
+        self._processes.append(process)
+        theirs.close()
+
+    def _send(self, worker: int, piece: Piece, is_counted: bool) -> None:
+        arrays = {name: getattr(piece, name) for name in _ARRAYS}
+        if arrays["sizes"] is not None and bool((arrays["sizes"] == 1).all()):
+            arrays["sizes"] = None  # what it is where nothing is said, and four times the text
+        there = {name: array.astype(_ARRAYS[name]) for name, array in arrays.items() if array is not None}
+        head = {"is_counted": is_counted, "arrays": list(there)}
+        try:
+            parts = [array.tobytes() for array in there.values()]
+            _send(self._pipes[worker], head, [piece.text, piece.following, *parts])
+        except OSError:
+            raise self._death(worker) from None
+
+    def _receive(self, worker: int, piece: Piece) -> tuple[Piece, Encoded]:
+        pipe = self._pipes[worker]
+        try:
+            head = json.loads(pipe.recv_bytes())
+            if "outside" in head:
+                raise OutsideVocabulary(*head["outside"])
+            if "fault" in head:
+                raise RuntimeError(f"a process that encodes text failed:\n{head['fault']}")
+            ids = pipe.recv_bytes()
+            counts = np.frombuffer(pipe.recv_bytes(), head["counts"]) if head["counts"] else None
+            gaps = np.frombuffer(pipe.recv_bytes(), "<i8") if head["has_gaps"] else None
+        except (EOFError, OSError):
+            raise self._death(worker) from None
+        return piece, Encoded(
+            ids=ids,
+            counts=None if counts is None else counts.reshape(-1, 3),
+            gaps=None if gaps is None else gaps.reshape(-1, 2),
+            **head["numbers"],
+        )
+
+    def _death(self, worker: int) -> UserError:
+        process = self._processes[worker]
+        process.join(1)
+        code = process.exitcode
+        how = f"was killed by signal {-code}" if code is not None and code < 0 else "ended by itself"
+        return UserError(
+            f"encoding: one of {self._n_workers} processes {how}; too little memory may be the cause; "
+            "start again, with --threads 1 in one process"
+        )
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Keep signals from processes that are started in the block; those for us come after it."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def work(pipe: Connection, folder: str, rules_json: str) -> None:
+    """Encode the pieces that come through a pipe until it ends: what a worker does."""
+    received: queue.Queue[tuple[Piece, bool] | None] = queue.Queue()
+    # Whoever sends must never wait for this process, which may wait for them.
+    threading.Thread(target=_receive_all, args=(pipe, received), daemon=True).start()
+    with suppress(OSError):
+        try:
+            pieces.N_THREADS = 1  # there are as many workers as processors
+            tokenizer, rules = load_tokenizer(Path(folder)), Rules(**json.loads(rules_json))
+            while (job := received.get()) is not None:
+                _answer(pipe, tokenizer, rules, *job)
+            return
+        except OutsideVocabulary as error:
+            _send(pipe, {"outside": [error.symbol, error.offset, error.remedy]}, [])
+        except OSError:
+            raise
+        except Exception:
+            _send(pipe, {"fault": traceback.format_exc()}, [])
+        while received.get() is not None:  # to the end, so that nobody finds the pipe closed
+            pass
+
+
+def _receive_all(pipe: Connection, received: "queue.Queue[tuple[Piece, bool] | None]") -> None:
+    with suppress(EOFError, OSError):
+        while True:
+            head = json.loads(pipe.recv_bytes())
+            text, following = pipe.recv_bytes(), pipe.recv_bytes()
+            arrays: dict[str, Any] = {
+                name: np.frombuffer(pipe.recv_bytes(), _ARRAYS[name]) for name in head["arrays"]
+            }
+            received.put((Piece(text=text, following=following, **arrays), head["is_counted"]))
+    received.put(None)
+
+
+def _answer(pipe: Connection, tokenizer: Tokenizer, rules: Rules, piece: Piece, is_counted: bool) -> None:
+    encoded = encode(tokenizer, piece, rules, is_counted=is_counted)
+    counts, gaps = encoded.counts, encoded.gaps
+    numbers = ("n_tokens", "n_unknown", "n_characters", "n_words", "n_left_out")
+    head = {
+        "numbers": {name: getattr(encoded, name) for name in numbers},
+        "counts": None if counts is None else counts.dtype.str,
+        "has_gaps": gaps is not None,
+    }
+    arrays = [array.tobytes() for array in (counts, gaps) if array is not None]
+    _send(pipe, head, [encoded.ids, *arrays])
+
+
+def _send(pipe: Connection, head: dict[str, Any], parts: Sequence[bytes]) -> None:
+    pipe.send_bytes(json.dumps(head).encode())
+    for part in parts:
+        pipe.send_bytes(part)
