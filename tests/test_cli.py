@@ -251,8 +251,9 @@ def settings_of(monkeypatch, *args):
 
 
 def test_each_flag_sets_its_setting(monkeypatch):
-    values = {"int": "3", "float": "0.5", "str": "utf-8", "bool": None}
+    values = {"int": "3", "float": "0.5", "str": "utf-8", "bool": None, "paths": "*.txt"}
     special = {"device": "cpu", "epochs": None, "minutes": None, "valid_fraction": None}
+    special |= {"valid_every": None, "document_separator": None}
     args, expected = [], {"corpus": ("a.txt", "b")}
     for leaf in config.LEAVES:
         value = special.get(leaf.name, leaf.choices[-1] if leaf.choices else values.get(leaf.kind, ""))

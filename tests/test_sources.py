@@ -1,12 +1,19 @@
 """Text comes out of any file as UTF-8, exactly, in chunks, with its origin; the rest is refused by name."""
 
+import bz2
+import gzip
 import io
+import json
+import lzma
 import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +22,15 @@ from hypothesis import strategies as st
 
 from txlcli import UserError
 from txlcli.sources import (
+    Chunk,
     Corpus,
     Progress,
     Survey,
     check_unchanged,
     complete_utf8,
     convert,
+    documents,
+    find_byte,
     find_corpus,
     find_encoding,
     find_split,
@@ -29,8 +39,11 @@ from txlcli.sources import (
     read,
     read_chunks,
     read_text,
+    search_corpus,
     survey,
+    unpack,
 )
+from txlcli.sources.unpack import Damaged
 
 ENCODINGS = ("utf-8", "utf-16", "utf-16-be", "gb18030", "shift_jis", "cp1252", "iso2022_jp", "utf-7")
 SAMPLE = {
@@ -555,3 +568,630 @@ def test_a_file_that_shrinks_is_refused_and_one_that_grows_is_said(tmp_path: Pat
         with pytest.raises(UserError) as caught:
             call()
         assert str(caught.value) == f"{name}: cannot be read; no such file or directory"
+
+
+# Packed files
+
+WITH_STATE = ("iso2022_jp", "utf-7")
+PACKERS = {"none": bytes, "gzip": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress}
+with_zstd = pytest.mark.skipif(find_spec("zstandard") is None, reason="zstandard is not installed")
+PACKINGS = [*PACKERS, pytest.param("zstd", marks=with_zstd)]
+
+
+def pack(packing: str, *members: bytes) -> bytes:
+    if packing != "zstd":
+        return b"".join(PACKERS[packing](member) for member in members)
+    import zstandard
+
+    compressor = zstandard.ZstdCompressor(write_checksum=True)
+    # The frame between is one to be skipped.
+    frames = [compressor.compress(member) for member in members]
+    return b"\x50\x2a\x4d\x18\x03\0\0\0abc".join([*frames, b""]) if len(frames) > 1 else frames[0]
+
+
+@contextmanager
+def pieces_of(chunk: int) -> Iterator[None]:
+    """Read in blocks of so many bytes, packed files too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(read, "CHUNK_BYTES", chunk)
+        patch.setattr(documents, "CHUNK_BYTES", chunk)
+        for name in ("SLICE_BYTES", "PIECE_BYTES", "ZSTD_SLICE_BYTES"):
+            patch.setattr(unpack, name, chunk)
+        yield
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@settings(max_examples=50, deadline=None)
+@given(data=st.data(), encoding=st.sampled_from(ENCODINGS), chunk=st.integers(1, 30))
+def test_packed_files_are_read_as_what_they_hold(
+    packing: str, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, encoding: str, chunk: int
+) -> None:
+    text = data.draw(st.text(st.sampled_from(SAMPLE[encoding]), min_size=1, max_size=300))
+    encoded = text.encode(encoding)
+    cut = data.draw(st.integers(0, len(encoded)))
+    name = write(tmp_path_factory.getbasetemp(), pack(packing, encoded[:cut], encoded[cut:]), "packed.txt")
+    corpus = find_corpus([name], encoding=encoding)
+    plain = write(tmp_path_factory.getbasetemp(), encoded, "plain.txt")
+    as_plain = find_corpus([plain], encoding=encoding)
+    assert (corpus.sources[0].packing, corpus.n_bytes) == (packing, len(encoded))
+    split = find_split(as_plain, data.draw(st.integers(0, len(encoded))))
+    with pieces_of(chunk):
+        assert find_split(corpus, split) == split
+        seen: list[bytes] = []
+        chunks = [
+            one
+            for ends in ((0, split), (split, len(encoded)))
+            for one in read_chunks(corpus, *ends, sized=True, watch=seen.append)
+        ]
+    expected = list(read_chunks(as_plain, 0, len(encoded), sized=True))
+    assert b"".join(seen) == encoded
+    assert b"".join(one.text for one in chunks) == b"".join(one.text for one in expected)
+    if encoding not in WITH_STATE:  # there a split may stand within what changes the state
+        assert sizes_of(chunks) == sizes_of(expected)
+
+
+def sizes_of(chunks: Iterable[Chunk]) -> list[int]:
+    return [size for one in chunks if one.sizes is not None for size in one.sizes.tolist()]
+
+
+@pytest.mark.parametrize("packing", PACKINGS[1:])
+def test_a_packed_file_that_is_cut_or_damaged_is_refused(packing: str, tmp_path: Path) -> None:
+    text = bytes(range(256)) * 40
+    whole = pack(packing, text)
+    for n_bytes in range(12, len(whole)):
+        name = write(tmp_path, whole[:n_bytes])
+        with pytest.raises(UserError) as caught:
+            find_corpus([name], raw=True)
+        start = f"{name}: {packing} file cut short at byte {n_bytes:,}, after "
+        assert str(caught.value).startswith(start)
+        assert re.fullmatch(
+            "[0-9,]+ unpacked bytes; give the whole file as it was packed", str(caught.value)[len(start) :]
+        )
+    for at in range(12, len(whole)):
+        broken = bytearray(whole)
+        broken[at] ^= 0x55
+        name = write(tmp_path, bytes(broken))
+        with suppress(Damaged):
+            assert read_all(find_corpus([name], raw=True)) == text
+    # In a folder too: text that was meant to be there is missing.
+    (tmp_path / "folder").mkdir()
+    write(tmp_path, b"good", "folder/a.txt")
+    bad = write(tmp_path, whole[:-1], "folder/b.txt")
+    with pytest.raises(
+        UserError, match=rf"^{re.escape(bad)}: {packing} file cut short at byte {len(whole) - 1:,}"
+    ):
+        find_corpus([str(tmp_path / "folder")], raw=True)
+    kept = find_corpus([str(tmp_path / "folder")], raw=True, packed="keep")
+    assert read_all(kept) == b"good" + whole[:-1]
+
+
+@pytest.mark.parametrize("packing", PACKINGS[1:])
+def test_zeros_after_a_packed_text_are_padding_and_all_else_is_not(packing: str, tmp_path: Path) -> None:
+    packed = pack(packing, b"some text")
+    for chunk in (1, 7, 1000):
+        with pieces_of(chunk):
+            padded = find_corpus([write(tmp_path, packed + bytes(100))])
+            assert read_all(padded) == b"some text"
+            again = find_corpus([write(tmp_path, packed + bytes(4) + packed)])
+            assert read_all(again) == b"some textsome text"
+            name = write(tmp_path, packed + bytes(4) + b"plain")
+            with pytest.raises(UserError) as caught:
+                find_corpus([name])
+        assert str(caught.value) == (
+            f"{name}: {packing} file damaged at byte {len(packed) + 4:,}, where another stream should begin, "
+            "after 9 unpacked bytes; got 0x70 0x6c 0x61 0x69; give the whole file as it was packed"
+        )
+
+
+def test_a_small_packed_file_that_holds_much_takes_little_memory(tmp_path: Path) -> None:
+    for pack_all in (gzip.compress, lzma.compress, bz2.compress):
+        name = write(tmp_path, pack_all(bytes(5 << 20)))
+        corpus = find_corpus([name], raw=True)
+        fd = os.open(name, os.O_RDONLY)
+        try:
+            pieces = list(unpack.unpack(fd, corpus.sources[0].packing, name))
+        finally:
+            os.close(fd)
+        assert max(len(piece.data) for piece in pieces) <= unpack.PIECE_BYTES
+        assert sum(len(piece.data) for piece in pieces) == 5 << 20
+
+
+def test_zstd_without_its_package_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = write(tmp_path, b"\x28\xb5\x2f\xfd rest of it")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    for path in (name, str(tmp_path)):
+        with pytest.raises(UserError) as caught:
+            find_corpus([path])
+        assert str(caught.value) == (
+            f"{name}: is packed with zstd, which needs the package zstandard; "
+            "install it (pip install zstandard), or unpack the file first"
+        )
+
+
+def test_packing_is_told_by_content_and_said(tmp_path: Path) -> None:
+    named = write(tmp_path, b"no archive", "a.gz")
+    packed = write(tmp_path, gzip.compress(b"\xef\xbb\xbfan archive"), "b.txt")
+    write(tmp_path, gzip.compress(b"\0binary"), "c.txt")
+    write(tmp_path, gzip.compress(b""), "d.txt")
+    corpus = find_corpus([str(tmp_path)])
+    assert read_all(corpus) == b"no archivean archive"
+    assert [(one.packing, one.n_bytes, one.stored_bytes) for one in corpus.sources] == [
+        ("none", 10, 10),
+        ("gzip", 13, Path(packed).stat().st_size),
+    ]
+    assert corpus.notices == (
+        f"{packed}: the leading byte-order mark is no text and is dropped",
+        f"{packed} (gzip): read unpacked",
+        f"{tmp_path}/c.txt (binary: it holds NUL bytes), {tmp_path}/d.txt (is empty): skipped",
+    )
+    raw = find_corpus([named, packed], raw=True)
+    assert read_all(raw) == b"no archive\xef\xbb\xbfan archive"
+    assert raw.notices == (f"{packed} (gzip): read unpacked, not byte for byte; --packed keep does",)
+    kept = find_corpus([packed], raw=True, packed="keep")
+    assert read_all(kept) == Path(packed).read_bytes()
+    assert kept.notices == ()
+    with pytest.raises(UserError, match=rf"^{re.escape(packed)}: not utf-8 at byte 1, line 1; got 0x8b"):
+        run_survey(find_corpus([packed], packed="keep"))
+
+
+def test_the_place_in_a_packed_file_is_one_of_what_it_holds(tmp_path: Path) -> None:
+    name = write(tmp_path, gzip.compress(b"good\n" * 500 + b"ab\xff"))
+    with pytest.raises(UserError) as caught:
+        run_survey(find_corpus([name]))
+    assert str(caught.value) == f"{name} (unpacked): not utf-8 at byte 2502, line 501; got 0xff; {REMEDY}"
+    assert find_byte(find_corpus([name]), 5, 7) == (f"{name} (unpacked)", 12)
+
+
+def test_unpacking_tells_how_far_it_is(tmp_path: Path) -> None:
+    name = write(tmp_path, lzma.compress(os.urandom(3 << 20)))
+    *progress, corpus = search_corpus([name], raw=True)
+    assert isinstance(corpus, Corpus)
+    places = [one.done_bytes for one in progress if isinstance(one, Progress)]
+    assert len(places) == 2
+    assert places == sorted(places)
+    assert {(one.stage, one.total_bytes) for one in progress if isinstance(one, Progress)} == {
+        (f"unpacking {name}", Path(name).stat().st_size)
+    }
+
+
+def test_a_packed_file_that_changes_is_said(tmp_path: Path) -> None:
+    name = write(tmp_path, gzip.compress(b"0123456789"))
+    corpus = find_corpus([name])
+    with Path(name).open("ab") as file:
+        file.write(gzip.compress(b"more"))
+    assert read_all(corpus) == b"0123456789"
+    assert check_unchanged(corpus) == (
+        f"{name}: changed while it was read; its first 10 unpacked bytes are used",
+    )
+    write(tmp_path, gzip.compress(b"012") + bytes(100))
+    with pytest.raises(UserError, match=rf"^{re.escape(name)}: became shorter while it was read; "):
+        read_all(corpus)
+
+
+# Which files of a folder
+
+
+def test_patterns_choose_files_by_their_path_within_the_folder(tmp_path: Path) -> None:
+    for path in ("a.txt", "b.md", "drafts/c.txt", "books/one.txt", "books/drafts/d.txt", "books/[x].txt"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes(path.encode() + b"\n")
+
+    def chosen(**patterns: Any) -> list[str]:
+        corpus = find_corpus([str(tmp_path)], **patterns)
+        return [path.relative_to(tmp_path).as_posix() for path in corpus.files]
+
+    assert chosen(include=["*.md"]) == ["b.md"]
+    assert chosen(include=["*.txt"], exclude=["books"]) == ["a.txt", "drafts/c.txt"]
+    assert chosen(include=["books/*"]) == ["books/[x].txt", "books/one.txt", "books/drafts/d.txt"]
+    assert chosen(exclude=["drafts/", "*/drafts"]) == ["a.txt", "b.md", "books/[x].txt", "books/one.txt"]
+    assert chosen(include=["?.txt", "books/[[]*"]) == ["a.txt", "books/[x].txt"]
+    assert chosen(include=["*.TXT", "b*"], exclude=["*/*"]) == ["b.md"]
+    skipped = dict(find_corpus([str(tmp_path)], include=["b.*"], exclude=["books"]).skipped)
+    assert skipped[tmp_path / "books"] == "excluded"
+    assert skipped[tmp_path / "a.txt"] == "not included"
+    with pytest.raises(UserError, match=r": no text in this folder; skipped .*a\.txt \(not included\)"):
+        find_corpus([str(tmp_path)], include=["*.rst"])
+    # What was named itself is taken.
+    assert find_corpus([str(tmp_path / "a.txt")], include=["*.md"]).n_bytes == 6
+
+
+def test_held_out_files_are_left_out_of_folders(tmp_path: Path) -> None:
+    first, second = write(tmp_path, b"first", "a.txt"), write(tmp_path, b"second", "b.txt")
+    (tmp_path / "c.txt").symlink_to(second)
+    held_out = find_corpus([second])
+    corpus = find_corpus([str(tmp_path)], held_out=[held_out])
+    assert [str(path) for path in corpus.files] == [first]
+    assert corpus.notices == (f"{second} (held out), {tmp_path}/c.txt (held out): skipped",)
+    both = find_corpus([first, second], held_out=[held_out])
+    assert both.notices == (f"{second}: is learned from and scored too, so that its scores are too good",)
+
+
+def test_names_that_are_no_single_line_are_shown_on_one(tmp_path: Path) -> None:
+    name = write(tmp_path, b"ab\xff", "a\nb\x1b[31m.txt")
+    shown = f"{tmp_path}/a\\nb\\x1b[31m.txt"
+    corpus = find_corpus([name])
+    assert corpus.name == shown
+    with pytest.raises(UserError) as caught:
+        run_survey(corpus)
+    assert str(caught.value).startswith(f"{shown}: not utf-8 at byte 2, line 1")
+    Path(name).write_bytes(b"")
+    write(tmp_path, b"good", "z.txt")
+    assert find_corpus([str(tmp_path)]).notices == (f"{shown} (is empty): skipped",)
+
+
+# Documents
+
+SEPARATORS = {encoding: ["\n", "a", "\n\n", " a"] for encoding in ENCODINGS}
+for _encoding in ("utf-8", "utf-16", "utf-16-be", "gb18030", "utf-7"):
+    SEPARATORS[_encoding] += ["紅", "é紅🐙", "🐙🐙"]
+
+
+def documents_of(chunks: Iterable[Chunk]) -> tuple[list[bytes], list[int], bytes]:
+    """The documents of some chunks, the sizes of what ended them, and what no end follows."""
+    found, end_sizes, rest = [], [], b""
+    for one in chunks:
+        assert one.text
+        assert one.document_ends is not None
+        assert one.end_sizes is not None
+        assert len(one.end_sizes) == len(one.document_ends)
+        start = 0
+        for end in one.document_ends.tolist():
+            assert end > start or (end == start == 0 and rest)
+            assert end > 0
+            found.append(rest + one.text[start:end])
+            assert found[-1]
+            start, rest = end, b""
+        end_sizes += one.end_sizes.tolist()
+        rest += one.text[start:]
+        text_bytes = len(one.text) if one.sizes is None else int(one.sizes.sum())
+        assert one.source_bytes == text_bytes + int(one.end_sizes.sum())
+    return found, end_sizes, rest
+
+
+@pytest.mark.parametrize("packing", ["none", "gzip", pytest.param("zstd", marks=with_zstd)])
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), encoding=st.sampled_from(ENCODINGS), chunk=st.integers(1, 9), sized=st.booleans())
+def test_documents_end_where_separators_stand_in_any_pieces(
+    packing: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    data: st.DataObject,
+    encoding: str,
+    chunk: int,
+    sized: bool,
+) -> None:
+    separator = data.draw(st.sampled_from(SEPARATORS[encoding]))
+    letters = st.lists(st.sampled_from([*SAMPLE[encoding], separator]), min_size=1, max_size=20)
+    texts = ["".join(data.draw(letters)) for _ in range(2)]
+    folder = tmp_path_factory.getbasetemp()
+    names = [write(folder, pack(packing, text.encode(encoding)), f"{i}.txt") for i, text in enumerate(texts)]
+    corpus = find_corpus(names, encoding=encoding, document_separator=separator)
+    with pieces_of(chunk):
+        chunks = list(read_chunks(corpus, 0, corpus.n_bytes, sized=sized))
+    found, end_sizes, rest = documents_of(chunks)
+    parts = [text.split(separator) for text in texts]
+    assert found == [part.encode() for some in parts for part in some if part]
+    assert rest == b""
+    codec = corpus.sources[0].codec
+    if encoding not in WITH_STATE:
+        n_separator = len(separator.encode(codec))
+        assert end_sizes == [
+            n_separator if i < len(some) - 1 else 0 for some in parts for i, part in enumerate(some) if part
+        ]
+        lasting = [size for size in sizes_of(chunks) if size]
+        if lasting and encoding != "utf-8":
+            assert lasting == [
+                len(letter.encode(codec)) for some in parts for part in some for letter in part
+            ]
+    n_marks = sum(source.n_mark for source in corpus.sources)
+    assert sum(one.read_bytes for one in chunks) <= corpus.n_bytes - n_marks
+    if parts[-1][-1] and encoding not in WITH_STATE:
+        assert sum(one.read_bytes for one in chunks) == corpus.n_bytes - n_marks
+    *_, surveyed = survey(corpus, valid_fraction=0)
+    assert isinstance(surveyed, Survey)
+    assert surveyed.n_documents == len(found)
+    assert surveyed.n_characters == sum(len(one.decode()) for one in found)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    data=st.data(),
+    encoding=st.sampled_from(["utf-8", "utf-16-le", "utf-16-be", "gb18030"]),
+    chunk=st.integers(1, 9),
+)
+def test_separators_are_found_in_raw_bytes(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, encoding: str, chunk: int
+) -> None:
+    # Letters whose bytes in UTF-16 look like a newline out of step.
+    letters = st.sampled_from("a\n\n\u0a00\u000a\u0a0a紅")
+    text = data.draw(st.text(letters, min_size=1, max_size=20))
+    name = write(tmp_path_factory.getbasetemp(), text.encode(encoding), "raw.txt")
+    corpus = find_corpus([name], encoding=encoding, raw=True, document_separator="\n")
+    with pieces_of(chunk):
+        found, _, rest = documents_of(read_chunks(corpus, 0, corpus.n_bytes, sized=data.draw(st.booleans())))
+    assert found == [part.encode(encoding) for part in text.split("\n") if part]
+    assert rest == b""
+    *_, surveyed = survey(corpus, valid_fraction=0)
+    assert isinstance(surveyed, Survey)
+    assert (surveyed.n_documents, surveyed.n_characters) == (len(found), None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    texts=st.lists(st.text("aé紅\n", max_size=10), min_size=1, max_size=5),
+    encoding=st.sampled_from(["utf-8", "utf-16-le", "gb18030"]),
+    chunk=st.integers(1, 9),
+    raw=st.booleans(),
+)
+def test_each_file_is_a_document(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], encoding: str, chunk: int, raw: bool
+) -> None:
+    texts = [text for text in texts if text]
+    assume(texts)
+    folder = tmp_path_factory.getbasetemp()
+    names = [write(folder, text.encode(encoding), f"file{i}.txt") for i, text in enumerate(texts)]
+    corpus = find_corpus(names, encoding=encoding, raw=raw, document_per_file=True)
+    with pieces_of(chunk):
+        found, end_sizes, rest = documents_of(read_chunks(corpus, 0, corpus.n_bytes))
+    assert found == [text.encode(encoding if raw else "utf-8") for text in texts]
+    assert (end_sizes, rest) == ([0] * len(texts), b"")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), min_size=1, max_size=8),
+    encoding=st.sampled_from(["utf-8", "utf-16", "gb18030"]),
+    chunk=st.integers(1, 40),
+    is_ascii=st.booleans(),
+    sized=st.booleans(),
+    raw=st.booleans(),
+)
+def test_json_lines_hold_a_document_each(
+    tmp_path_factory: pytest.TempPathFactory,
+    texts: list[str],
+    encoding: str,
+    chunk: int,
+    is_ascii: bool,
+    sized: bool,
+    raw: bool,
+) -> None:
+    lines = [json.dumps({"id": i, "text": text}, ensure_ascii=is_ascii) for i, text in enumerate(texts)]
+    data = "\n \r\n".join(lines).encode(encoding)
+    name = write(tmp_path_factory.getbasetemp(), data, "lines.jsonl")
+    corpus = find_corpus([name], encoding=encoding, raw=raw, text_field="text")
+    with pieces_of(chunk):
+        chunks = list(read_chunks(corpus, 0, corpus.n_bytes, sized=sized))
+    found, end_sizes, rest = documents_of(chunks)
+    assert found == [text.encode() for text in texts if text]
+    assert (end_sizes, rest) == ([0] * len(found), b"")
+    for one in chunks:
+        one.text.decode()
+        assert len(one.text) <= max(chunk, 4)
+    if texts[-1]:
+        n_mark = corpus.sources[0].n_mark
+        assert sum(one.read_bytes for one in chunks) == corpus.n_bytes - n_mark
+    *_, surveyed = survey(corpus, valid_fraction=0)
+    assert isinstance(surveyed, Survey)
+    assert surveyed.n_documents == len(found)
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ('{"text": "a" "b"}', "is not JSON at column 14; got `\"b\"}`; expecting ',' delimiter"),
+        ('{"text": "a', 'is not JSON at column 10; got `"a`; unterminated string starting at'),
+        ("plain text", "is not JSON at column 1; got `plain text`; expecting value"),
+        ('["a"]', "is no JSON object; got a list; each line must be an object with a text in `text`"),
+        ('"a"', "is no JSON object; got a text; each line must be an object with a text in `text`"),
+        ("7", "is no JSON object; got a number; each line must be an object with a text in `text`"),
+        (
+            '{"Text": "a", "b\\n": 1}',
+            "has no field `text`; got `Text`, `b\\n`; name the text's field with --text-field",
+        ),
+        ("{}", "has no field `text`; got no field; name the text's field with --text-field"),
+        (
+            '{"text": null}',
+            "has no text in the field `text`; got null; name the text's field with --text-field",
+        ),
+        (
+            '{"text": 1' + "0" * 5000 + "}",
+            "has no text in the field `text`; got a number; name the text's field with --text-field",
+        ),
+        (
+            '{"text": {"a": 1}}',
+            "has no text in the field `text`; got an object; name the text's field with --text-field",
+        ),
+        ('{"a": ' + "[" * 100_000, "is not JSON that can be read; it is nested too deeply"),
+        (
+            '{"text": "a\\ud83d"}',
+            "has half a character in the field `text`; got \\ud83d; "
+            "mend it, or train with --encoding-errors replace",
+        ),
+    ],
+)
+def test_lines_that_are_not_as_json_lines_must_be_are_refused(tmp_path: Path, line: str, fault: str) -> None:
+    name = write(tmp_path, f'{{"text": "fine"}}\n\n{line}\n'.encode())
+    for packed, place in ((False, name), (True, f"{name} (unpacked)")):
+        if packed:
+            write(tmp_path, gzip.compress(Path(name).read_bytes()))
+        for chunk in (100, 1 << 20):
+            with pieces_of(chunk), pytest.raises(UserError) as caught:
+                run_survey(find_corpus([name], text_field="text"))
+            assert str(caught.value) == f"{place}: line 3 {fault}"
+    # The line is that of the file also for who reads from its middle on.
+    with pytest.raises(UserError, match="line 3 "):
+        list(read_text(find_corpus([name], text_field="text"), 17, find_corpus([name]).n_bytes))
+
+
+def test_halves_of_characters_in_json_are_replaced_if_asked_for(tmp_path: Path) -> None:
+    name = write(tmp_path, rb'{"text": "a\ud83db \ud83d\ude00 \udc00"}')
+    corpus = find_corpus([name], text_field="text", errors="replace")
+    assert read_all(corpus).decode() == "a\ufffdb 😀 \ufffd"
+    found = run_survey(corpus, valid_fraction=0)
+    assert found.n_replaced == 12
+    assert found.notices[0] == f"{name}: 12 bytes are not utf-8 and are read as U+FFFD"
+
+
+def test_one_huge_line_is_no_json_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = write(tmp_path, b" [" + b'{"text": "a"},' * 200_000 + b"]")
+    with pytest.raises(UserError) as caught:
+        run_survey(find_corpus([name], text_field="text"))
+    assert str(caught.value) == (
+        f"{name}: line 1 is no JSON object; got `[`; each line must be an object with a text in `text`"
+    )
+    monkeypatch.setattr(documents, "LINE_BYTES_MAX", 3 << 20)
+    name = write(tmp_path, b'{"text": "a"}\n{"text": "' + b"a" * (5 << 20) + b'"}')
+    with pytest.raises(UserError) as caught:
+        run_survey(find_corpus([name], text_field="text"))
+    assert str(caught.value) == (f"{name}: line 2 is longer than 3,145,728 bytes; give one document a line")
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), chunk=st.integers(1, 9), every=st.integers(2, 4), sized=st.booleans())
+def test_every_so_many_documents_one_is_held_out(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, chunk: int, every: int, sized: bool
+) -> None:
+    texts = [data.draw(st.text("ab\n|", min_size=1, max_size=20)) for _ in range(2)]
+    encoding = data.draw(st.sampled_from(["utf-8", "utf-16-le"]))
+    newlines = data.draw(st.sampled_from(["keep", "drop"]))
+    folder = tmp_path_factory.getbasetemp()
+    names = [write(folder, text.encode(encoding), f"{i}.txt") for i, text in enumerate(texts)]
+    corpus = find_corpus(
+        names, encoding=encoding, document_separator="|", newlines=newlines, valid_every=every
+    )
+    parts = [part for text in texts for part in text.split("|") if part]
+    expected = {
+        "train": [part for i, part in enumerate(parts) if (i + 1) % every],
+        "valid": [part for i, part in enumerate(parts) if not (i + 1) % every],
+    }
+    counted = 0
+    for name in ("train", "valid"):
+        with pieces_of(chunk):
+            chunks = list(read_chunks(corpus, 0, corpus.n_bytes, sized=sized, part=name))  # type: ignore[arg-type]
+        found, _, rest = documents_of_kept(chunks)
+        kept = [part.replace("\n", "") if newlines == "drop" else part for part in expected[name]]
+        assert found == [part.encode() for part in kept if part]
+        assert rest == b""
+        counted += sum(one.source_bytes for one in chunks)
+    *_, surveyed = survey(corpus)
+    assert isinstance(surveyed, Survey)
+    assert surveyed.split_at == corpus.n_bytes
+    assert (surveyed.n_documents, surveyed.n_valid_documents) == (len(parts), len(parts) // every)
+    letters = "".join(expected["train"])
+    assert surveyed.alphabet == Counter(letters.replace("\n", "") if newlines == "drop" else letters)
+    if newlines == "keep":
+        n_valid = sum(one.source_bytes for one in chunks)
+        assert surveyed.n_valid_bytes == n_valid
+        whole = list(read_chunks(corpus, 0, corpus.n_bytes, sized=True))
+        assert counted == sum(one.source_bytes for one in whole)
+
+
+def documents_of_kept(chunks: list[Chunk]) -> tuple[list[bytes], list[int], bytes]:
+    return documents_of(one._replace(left_out=None) for one in chunks)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), chunk=st.integers(1, 9), packing=st.sampled_from(["none", "gzip"]))
+def test_newlines_left_out_leave_documents_apart(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, chunk: int, packing: str
+) -> None:
+    text = data.draw(st.text("a b\né", min_size=1, max_size=30))
+    name = write(tmp_path_factory.getbasetemp(), pack(packing, text.encode()), "drop.txt")
+    corpus = find_corpus([name], document_separator="\n\n", newlines="drop", spaces="underscore")
+    with pieces_of(chunk):
+        chunks = list(read_chunks(corpus, 0, corpus.n_bytes))
+    found, _, rest = documents_of_kept(chunks)
+    parts = [part.replace("\n", "").replace(" ", "_").encode() for part in text.split("\n\n")]
+    assert found == [part for part in parts if part]
+    assert rest == b""
+    # Where the last byte of the text ends in the file.
+    if parts[-1] and not text.endswith("\n"):
+        assert sum(one.read_bytes for one in chunks) == corpus.n_bytes
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    data=st.data(), encoding=st.sampled_from(["utf-8", "utf-16", "gb18030", "utf-7"]), chunk=st.integers(1, 9)
+)
+def test_a_split_of_documents_stands_between_two_where_one_is_near(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, encoding: str, chunk: int
+) -> None:
+    separator = data.draw(st.sampled_from(["\n\n", "|", "紅"]))
+    letters = st.lists(st.sampled_from(["a", "é", "\n", separator]), min_size=1, max_size=30)
+    texts = ["".join(data.draw(letters)) for _ in range(data.draw(st.integers(1, 3)))]
+    folder = tmp_path_factory.getbasetemp()
+    names = [write(folder, text.encode(encoding), f"{i}.txt") for i, text in enumerate(texts)]
+    corpus, raw = (
+        find_corpus(names, encoding=encoding, document_separator=separator, raw=raw) for raw in (False, True)
+    )
+    wanted = data.draw(st.integers(0, corpus.n_bytes))
+    with pieces_of(chunk):
+        split = find_split(corpus, wanted)
+        assert find_split(raw, wanted) == split
+        halves = [list(read_chunks(corpus, *ends)) for ends in ((0, split), (split, corpus.n_bytes))]
+        whole = documents_of(read_chunks(corpus, 0, corpus.n_bytes))[0]
+    (first, _, rest), (second, _, _) = (documents_of(half) for half in halves)
+    # Of one that is cut the first half has no end; where no text comes after it, nor has it one.
+    assert b"".join([*first, rest, *second]) == b"".join(whole)
+    assert len(first) + len(second) in (len(whole), len(whole) - 1)
+    n_after = corpus.n_bytes - wanted
+    if 0 < wanted < corpus.n_bytes and [*first, *second] == whole and not rest and second and split != wanted:
+        assert corpus.n_bytes - split <= 2 * n_after or split >= wanted
+
+
+def test_the_split_is_the_start_of_a_document_nearest_to_the_wanted_byte(tmp_path: Path) -> None:
+    name = write(tmp_path, b"aaaa|bbbb|cccccccc|dd|e")  # documents start at 0, 5, 10, 19, 22
+    corpus = find_corpus([name], document_separator="|")
+    assert [find_split(corpus, wanted) for wanted in (0, 4, 5, 7, 8, 12, 16, 19)] == [
+        0,
+        5,
+        5,
+        5,
+        10,
+        10,
+        19,
+        19,
+    ]
+    # A single byte is too little, and nothing under half of what was wanted is taken.
+    assert find_split(corpus, 20) == 19
+    long = find_corpus([write(tmp_path, b"a|" + b"b" * 100, "long")], document_separator="|")
+    assert find_split(long, 90) == 90
+    files = [write(tmp_path, bytes([65 + i]) * 10, f"{i}.txt") for i in range(10)]
+    books = find_corpus(files, document_per_file=True)
+    assert [find_split(books, wanted) for wanted in (50, 52, 56, 95, 96)] == [50, 50, 60, 90, 96]
+    lines = write(tmp_path, b'{"t": "a"}\n{"t": "b"}\n' + b'{"t": "' + b"c" * 100 + b'"}', "lines")
+    of_lines = find_corpus([lines], text_field="t")
+    assert [find_split(of_lines, wanted) for wanted in (3, 12, 120)] == [11, 11, 22]
+    one = find_corpus([write(tmp_path, b'{"t": "abcdef"}', "one")], text_field="t")
+    assert find_split(one, 10) == one.n_bytes
+    assert run_survey(corpus, valid_fraction=0.2).split_at == 19
+    found = run_survey(corpus, valid_fraction=0.2)
+    assert (found.n_documents, found.n_valid_documents, found.n_valid_bytes) == (5, 2, 4)
+
+
+def test_overlapping_separators_split_as_they_are_read(tmp_path: Path) -> None:
+    # From the start the separator is bytes 1 and 2, so that no document starts at byte 4.
+    corpus = find_corpus([write(tmp_path, b"a\n\n\nbcd")], document_separator="\n\n")
+    assert find_split(corpus, 4) == 3
+    assert documents_of(read_chunks(corpus, 3, 7))[0] == [b"\nbcd"]
+
+
+def test_a_separator_that_is_nowhere_is_said(tmp_path: Path) -> None:
+    names = [write(tmp_path, b"one", "a"), write(tmp_path, b"two", "b")]
+    found = run_survey(find_corpus(names, document_separator="<|end|>"), valid_fraction=0)
+    assert found.n_documents == 2
+    assert found.notices == (
+        f"{names[0]} and 1 more: the document separator is nowhere in it; each file is one document",
+    )
+
+
+def test_many_small_files_come_in_few_chunks(tmp_path: Path) -> None:
+    for i in range(1000):
+        write(tmp_path, b"%03d\n" % i, f"{i:03}.txt")
+    for options in ({}, {"document_per_file": True}):
+        corpus = find_corpus([str(tmp_path)], **options)  # type: ignore[arg-type]
+        (one,) = read_chunks(corpus, 0, corpus.n_bytes, sized=True)
+        assert one.text == b"".join(b"%03d\n" % i for i in range(1000))
+        assert one.document_ends is None or one.document_ends.tolist() == list(range(4, 4001, 4))
+        assert sizes_of([one]) == [1] * 4000

@@ -584,10 +584,15 @@ def from_flags(values: Mapping[str, object]) -> Settings:
     given = {name: value for name, value in values.items() if value is not None and value not in ((), [])}
     settings = {name: Sourced(parse(leaf(name), value, FLAG), FLAG) for name, value in given.items()}
     for group in _EXCLUSIVE:
-        clash = [name for name in group if name in settings]
+        clash = [name for name in group if _is_given(settings, name)]
         if len(clash) > 1:
             raise UserError(f"{leaf(clash[1]).flag}: cannot go with {leaf(clash[0]).flag}; give one of them")
     return settings
+
+
+def _is_given(settings: Settings, name: str) -> bool:
+    """Whether a setting leaves no room for those that exclude it; a yes/no that is no does."""
+    return name in settings and settings[name].value is not False
 
 
 def override(base: Settings, changes: Settings) -> Settings:
@@ -596,7 +601,9 @@ def override(base: Settings, changes: Settings) -> Settings:
     A length replaces any other length, a way to hold out text any other, a rule for documents any other, and
     a scheme of positions what another had of its own.
     """
-    dropped = {name for group in _EXCLUSIVE if any(name in changes for name in group) for name in group}
+    dropped = {
+        name for group in _EXCLUSIVE if any(_is_given(changes, name) for name in group) for name in group
+    }
     if "position" in changes:
         position = changes["position"].value
         dropped |= {name for name, schemes in SCHEMES_OF.items() if position not in schemes}

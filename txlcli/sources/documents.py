@@ -246,9 +246,8 @@ def _pack(texts: Sequence[bytes], n_read: int, n_replaced: int, is_sized: bool) 
     ends = np.cumsum(np.fromiter(map(len, texts), dtype=np.int64, count=len(texts)))
     n_skipped, start = n_read - len(text), 0
     while True:
-        some = text[start : start + CHUNK_BYTES]
-        if start + len(some) < len(text):
-            some = some[: complete_utf8(some)] or text[start : start + 4]
+        some = text[start : start + max(CHUNK_BYTES, 4)]
+        some = some[: complete_utf8(some)]
         stop = start + len(some)
         # An end at the cut goes with the text before it; one of an empty text at the start with none.
         mine = ends[(ends > start) & (ends <= stop)] - start

@@ -77,7 +77,7 @@ def unpack(fd: int, packing: Packing, name: str) -> Iterator[Piece]:
                 if not data:
                     continue
             if len(data) < MAGIC_BYTES:
-                more = files.read_at(fd, SLICE_BYTES, place)
+                more = files.read_at(fd, max(SLICE_BYTES, MAGIC_BYTES), place)
                 data, place = data + more, place + len(more)
             if find_packing(data) != packing:
                 got = " ".join(f"0x{byte:02x}" for byte in data[:4])
