@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.test_train import TINY, make_run, of_kind, train_run, write_corpus
@@ -29,7 +30,7 @@ from txlcli.data import (
     store,
     workers,
 )
-from txlcli.data.encoding import Piece, Rules
+from txlcli.data.encoding import Piece, Rules, encode
 from txlcli.data.workers import Workers, worker_count
 from txlcli.run import Run, describe_run, read_asked
 from txlcli.sources import find_corpus, read
@@ -157,6 +158,27 @@ def test_a_worker_does_not_load_torch_and_ends_with_the_block(tmp_path: Path) ->
     assert not is_running(process)
 
 
+def test_a_worker_makes_of_a_piece_what_this_process_does(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("char", "aé\n".encode(), tmp_path / "tokenizer")
+    rules = Rules("uint16", is_text=True, has_underscores=True, n_separator=2)
+    text = "aé_b aé".encode()
+    pieces = [
+        piece_of(text),
+        piece_of(text)._replace(sizes=np.arange(len(text), dtype=np.uint32) + 300),
+        piece_of(text)._replace(left_out=np.arange(len(text)) % 3 * [1, 0, 0, 1, 1, 1, 1, 0, 0]),
+        piece_of(text)._replace(document_ends=np.array([3, 9]), end_sizes=np.array([2, 0])),
+        piece_of(b"\xff"),
+        piece_of(b""),
+    ]
+    with Workers(2, tmp_path / "tokenizer", rules) as pool:
+        for is_counted in (True, False):
+            got = [encoded for _, encoded in pool.encode(iter(pieces), is_counted=is_counted)]
+            for piece, one in zip(pieces, got, strict=True):
+                here = encode(tokenizer, piece, rules, is_counted=is_counted)
+                for name, value in here._asdict().items():
+                    assert np.array_equal(getattr(one, name), value), name
+
+
 def test_a_worker_that_is_killed_ends_the_preparation_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,7 +238,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_a_signal_to_all_processes_ends_them_and_leaves_nothing(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
