@@ -6,6 +6,9 @@ import itertools
 import json
 import os
 import shutil
+import sys
+import threading
+import time
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +26,7 @@ from txlcli.data import (
     Counts,
     Prepared,
     Progress,
+    Segment,
     StoreInfo,
     TokenStore,
     encode_text,
@@ -34,6 +38,7 @@ from txlcli.data import (
     steps_per_epoch,
     stream_start,
 )
+from txlcli.data.ahead import Ahead
 from txlcli.sources import (
     Corpus,
     Newlines,
@@ -210,6 +215,47 @@ def test_index_arithmetic_is_exact_beyond_2_to_the_40(
     assert (steps - 1) * tgt_len < longest_stream(n_tokens, n_stream) <= steps * tgt_len
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    n_tokens=st.integers(2, 1 << 41) | st.just(1 << 40),
+    n_stream=st.integers(1, 1 << 16),
+    tgt_len=st.integers(1, 1 << 14),
+    n_rank=st.integers(1, 64) | st.just(64),
+    data=st.data(),
+)
+def test_ranks_share_the_streams_and_with_them_the_text_exactly(
+    n_tokens: int, n_stream: int, tgt_len: int, n_rank: int, data: st.DataObject
+) -> None:
+    """Rank r of R has the streams floor(r B / R) to floor((r + 1) B / R), so one range of the text."""
+    n_stream = min(n_stream, n_tokens - 1)
+    bounds = [rank * n_stream // n_rank for rank in range(n_rank + 1)]
+    assert (bounds[0], bounds[-1]) == (0, n_stream)
+    sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
+    assert max(sizes) - min(sizes) <= 1
+    assert sum(sizes) == n_stream
+    # The inputs of all ranks, laid end to end, are all tokens but the last; the targets all but the first.
+    places = [stream_start(bound, n_tokens, n_stream) for bound in bounds]
+    assert (places[0], places[-1]) == (0, n_tokens - 1)
+    assert places == sorted(places)
+    # Whatever place of the text: one rank, one stream, one step and one column have it as their input.
+    place = data.draw(st.integers(0, n_tokens - 2) | st.sampled_from([0, n_tokens - 2]))
+    (rank,) = [r for r in range(n_rank) if places[r] <= place < places[r + 1]]
+    stream = (place * n_stream + n_stream - 1) // (n_tokens - 1)
+    stream -= stream_start(stream, n_tokens, n_stream) > place
+    start, stop = (stream_start(b, n_tokens, n_stream) for b in (stream, stream + 1))
+    assert start <= place < stop
+    assert bounds[rank] <= stream < bounds[rank + 1]
+    step, column = divmod(place - start, tgt_len)
+    assert step < steps_per_epoch(n_tokens, n_stream, tgt_len)
+    assert start + step * tgt_len + column == place
+    # All ranks make the same number of steps: none of them waits for one that has no more text.
+    longest = longest_stream(n_tokens, n_stream)
+    assert all(
+        b - a <= longest * size for (a, b), size in zip(itertools.pairwise(places), sizes, strict=True)
+    )
+    assert longest <= tgt_len * steps_per_epoch(n_tokens, n_stream, tgt_len) < longest + tgt_len
+
+
 def test_a_store_of_2_to_the_40_tokens_is_read_at_its_places(tmp_path: Path) -> None:
     n_tokens = (1 << 40) + 3
     path = tmp_path / "train.ids"
@@ -246,6 +292,86 @@ def test_reading_is_in_blocks_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for step in range(batches.steps_per_epoch):
             batches.segment(step)
     assert reads == [(0, 10_001), (5_000, 10_001)]
+
+
+def assert_equal_segments(one: Segment, other: Segment) -> None:
+    assert torch.equal(one.tokens, other.tokens)
+    assert torch.equal(one.targets, other.targets)
+    assert (one.weights is None) == (other.weights is None)
+    assert (one.first_of_epoch, one.n_targets) == (other.first_of_epoch, other.n_targets)
+
+
+def reading_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "reading ahead"]
+
+
+def test_what_is_read_ahead_is_what_the_step_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("txlcli.data.batches.LARGEST_BLOCK_TOKENS", 9)
+    monkeypatch.setattr("txlcli.data.batches.MOST_AHEAD", 3)
+    with store_ids(tmp_path, [one % 251 for one in range(1001)]) as store:
+        plain, ahead = Batches(store, 3, 7), Batches(store, 3, 7)
+        with ahead.reading_ahead(5, 120):
+            assert reading_threads() == ["reading ahead"]
+            for step in range(5, 120):
+                assert_equal_segments(ahead.segment(step), plain.segment(step))
+            # Any other is read when it is asked for, and so are some of the streams.
+            assert_equal_segments(ahead.segment(400), plain.segment(400))
+        assert reading_threads() == []
+        with ahead.reading_ahead(0, 10**9):
+            assert_equal_segments(ahead.segment(3), plain.segment(3))
+            rows = slice(1, 3)
+            assert_equal_segments(ahead.segment(0, rows), plain.segment(0, rows))
+            assert_equal_segments(ahead.segment(0), plain.segment(0))
+        assert reading_threads() == []
+
+
+def test_what_the_reading_thread_meets_is_raised_where_its_step_is_taken(tmp_path: Path) -> None:
+    with store_ids(tmp_path, [1] * 10_001) as store:
+        batches = Batches(store, 1, 100)
+        os.truncate(store.path, 0)
+        with batches.reading_ahead(0, 100):
+            with pytest.raises(UserError) as caught:
+                batches.segment(0)
+            assert str(caught.value) == (
+                f"{store.path}: damaged; it ends before token 10,001, it was cut since it was opened"
+            )
+        assert reading_threads() == []
+
+
+def test_no_more_is_read_ahead_than_may_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def make(step: int) -> int:
+        made.append(step)
+        return step
+
+    ahead = Ahead(make, 2, 100, 3)
+    try:
+        assert ahead.take(2) == 2
+        time.sleep(0.05)
+        # One was taken, three wait, and one more is in the thread's hand.
+        assert len(made) <= 5
+        assert not ahead.has(5)
+    finally:
+        ahead.close()
+
+
+def test_a_step_says_how_long_it_waited_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with store_ids(tmp_path, [1] * 10_001) as store:
+        real = store.read_stored
+
+        def slow(start: int, stop: int) -> Any:
+            time.sleep(0.05)
+            return real(start, stop)
+
+        monkeypatch.setattr(store, "read_stored", slow)
+        batches = Batches(store, 1, 10)
+        with batches.reading_ahead(0, 50):
+            batches.segment(0)
+            time.sleep(0.1)
+            for step in range(1, 50):
+                batches.segment(step)
+        assert 0.02 < batches.waited_s < 0.09
 
 
 def test_too_few_tokens_for_a_batch_are_refused(tmp_path: Path) -> None:
@@ -675,6 +801,159 @@ def test_memory_does_not_grow_with_the_text(
         peaks.append(tracemalloc.get_traced_memory()[1] - 7 * n)
         tracemalloc.stop()
     assert peaks[1] < 1.2 * peaks[0]
+
+
+# Documents
+
+
+class DocumentChunk(NamedTuple):
+    """What a source delivers of a text that is made of documents."""
+
+    text: bytes
+    sizes: Any
+    source_bytes: int
+    n_replaced: int
+    left_out: Any
+    document_ends: Any
+    end_sizes: Any
+    skipped_bytes: int = 0
+
+    @property
+    def read_bytes(self) -> int:
+        return self.source_bytes
+
+
+class WithDocuments:
+    """A vocabulary with one more id, which ends a document."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def n_vocab(self) -> int:
+        return self._tokenizer.n_vocab + 1
+
+    @property
+    def document_end(self) -> int:
+        return self._tokenizer.n_vocab
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+def cut_documents(
+    documents: Sequence[bytes], cuts: Iterable[int], n_separator: int
+) -> Iterator[DocumentChunk]:
+    """Deliver documents in chunks that begin at any byte, as long as they end at characters."""
+    text = b"".join(documents)
+    ends = np.cumsum([len(one) for one in documents])
+    places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    places = [one for one in places if one == len(text) or text[one] & 0xC0 != 0x80]
+    for start, stop in itertools.pairwise(places):
+        # An end stands with the text before it.
+        own = ends[(ends > start) & (ends <= stop)] - start
+        yield DocumentChunk(
+            text=text[start:stop],
+            sizes=np.ones(stop - start, dtype=np.uint32),
+            source_bytes=stop - start + n_separator * len(own),
+            n_replaced=0,
+            left_out=None,
+            document_ends=own,
+            end_sizes=np.full(len(own), n_separator),
+        )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    documents=st.lists(
+        st.lists(st.sampled_from(SHORT), min_size=1, max_size=12).map("".join), min_size=1, max_size=9
+    ),
+    kind=st.sampled_from(["byte", "char", "word", "eos"]),
+    cuts=st.lists(st.integers(0, 200), max_size=8),
+    separator=st.sampled_from(["", "=="]),
+)
+def test_the_end_of_a_document_follows_it_whatever_the_chunks(
+    tmp_path_factory: pytest.TempPathFactory,
+    documents: list[str],
+    kind: str,
+    cuts: list[int],
+    separator: str,
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    texts = [one.encode() for one in documents]
+    (folder / "text.txt").write_bytes(b"a b " + b"".join(texts))
+    newlines: Newlines = "eos" if kind == "eos" else "keep"
+    corpus = find_corpus([str(folder / "text.txt")], raw=kind == "byte", newlines=newlines)
+    object.__setattr__(corpus, "document_separator", separator)
+    plain = build_tokenizer(
+        "word" if kind == "eos" else kind,
+        vocab_size=None,
+        text=lambda: iter([b"a b "]),
+        n_bytes=4,
+        seed=0,
+        newlines=newlines,
+    )
+    tokenizer: Any = WithDocuments(plain)
+    n_end = len(separator)
+    stores = []
+    for some in ([], cuts):
+        chunks = [*cut_documents(texts, some, n_end)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                sys.modules["txlcli.data.prepare"],
+                "read_chunks",
+                lambda *_, chunks=chunks, **__: iter(chunks),
+            )
+            shutil.rmtree(folder / "data", ignore_errors=True)
+            info = run_all(encode_text(corpus, tokenizer, folder, least_tokens=1)).info.splits["test"]
+        with open_counts(folder, "test") as counts:
+            got = counts.read(0, counts.n_tokens)
+        stores.append((all_ids(folder, "test").tolist(), got.tolist(), info))
+    assert stores[0] == stores[1]
+    ids, counted, info = stores[0]
+    expected = [[*plain.encode(one).tolist(), tokenizer.document_end] for one in texts]
+    assert ids == [*itertools.chain(*expected)]
+    assert [plain.n_vocab, info.n_tokens] == [tokenizer.document_end, len(ids)]
+    # What a document has is counted with its tokens, its separator with its end.
+    rows = iter(counted)
+    for one, tokens in zip(documents, expected, strict=True):
+        *inside, end = (next(rows) for _ in tokens)
+        n_bytes, n_characters, n_words = np.array([*inside, end]).sum(axis=0).tolist()
+        assert (n_bytes, n_characters) == (len(one.encode()) + n_end, len(one) + n_end)
+        assert n_words == len(one.split())
+        if inside and kind != "eos":
+            assert end == [n_end, n_end, 0]
+    assert info.n_bytes == sum(map(len, texts)) + n_end * len(texts)
+
+
+def test_every_nth_document_may_be_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [f"document {i}\n".encode() for i in range(9)]
+    (tmp_path / "text.txt").write_bytes(b"".join(texts))
+    corpus = find_corpus([str(tmp_path / "text.txt")], raw=True)
+    object.__setattr__(corpus, "valid_every", 3)
+    parts = {"train": [one for i, one in enumerate(texts) if i % 3 != 2], "valid": texts[2::3]}
+
+    def read_chunks(corpus: Corpus, start: int, stop: int, *, part: str = "all", **_: Any) -> Iterator[Any]:
+        assert (start, stop) == (0, corpus.n_bytes)
+        return cut_documents(parts.get(part, texts), [5, 40], 0)
+
+    monkeypatch.setattr(sys.modules["txlcli.data.prepare"], "read_chunks", read_chunks)
+    plain = build_tokenizer("byte", vocab_size=None, text=lambda: iter(()), n_bytes=0, seed=0)
+    tokenizer: Any = WithDocuments(plain)
+    info = run_all(prepare(corpus, tokenizer, tmp_path, split_at=corpus.n_bytes)).info
+    assert info.dtype == "uint16"
+    for split, some in parts.items():
+        ids = all_ids(tmp_path, split).tolist()
+        assert ids == [*itertools.chain(*([*one, 256] for one in some))]
+        assert info.splits[split].n_bytes == sum(map(len, some))
+    # Too little to score: all is trained on.
+    shutil.rmtree(tmp_path / "data")
+    parts["valid"] = []
+    prepared = run_all(prepare(corpus, tokenizer, tmp_path, split_at=corpus.n_bytes))
+    assert list(prepared.info.splits) == ["train"]
+    assert prepared.notices == (
+        f"{tmp_path}/text.txt: nothing is held out, it would be under two tokens; best is last",
+    )
 
 
 # Damage

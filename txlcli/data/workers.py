@@ -16,6 +16,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -79,6 +80,11 @@ class Workers:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Those of the workers."""
+        return [process.pid for process in self._processes if process.pid is not None]
 
     def encode(self, text: Iterator[Piece], *, is_counted: bool) -> Iterator[tuple[Piece, Encoded]]:
         """Yield each piece, without its text, and what it has become, in order.
@@ -169,6 +175,8 @@ def _signals_held() -> Iterator[None]:
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
+    # What multiprocessing starts along with the first process would let them through again.
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
