@@ -669,7 +669,7 @@ def test_text_of_standard_input_is_prepared_again_from_its_copy(
     path = write_corpus(tmp_path)
     with path.open("rb") as file:
         monkeypatch.setattr(sys, "stdin", type("Stdin", (), {"buffer": file})())
-        left = killed_at(tmp_path, "run", 2, corpus=("-",))
+        left = killed_at(tmp_path, "run", 3, corpus=("-",))
     assert left is not None
     run, event = left
     assert isinstance(event, Progress)
