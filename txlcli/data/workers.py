@@ -1,26 +1,25 @@
 """Encoding on all processors: processes that do with pieces of text what `encode` does, in order.
 
-A worker loads the tokenizer from its files and does not import torch. It is sent pieces and sends back what
-they have become; on both ways a message is a JSON text, which says what follows, and then the bytes of each
-array. A worker hears no signals, since Ctrl-C goes to all processes of a terminal and the one that reads the
-text decides; it ends when its pipe does, which is also when that one is killed.
+A worker loads the tokenizer from its files and does not import torch. Pieces come through its standard input
+and what they have become leaves through its standard output. A message is a JSON text, which says what follows,
+and then the bytes of each array, each with its length before it. A worker hears no signals, since Ctrl-C goes
+to all processes of a terminal and the one that reads the text decides; it ends when its input does, which is
+also when that one is killed.
 """
 
 import json
-import multiprocessing
 import os
 import queue
 import signal
+import subprocess
+import sys
 import threading
 import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -33,7 +32,14 @@ LEAST_BYTES = 1 << 24
 # Pieces that a worker holds: the one that it encodes, and the next.
 N_AHEAD = 2
 
+# How long a worker that says nothing any more may take to be gone.
+DEATH_S = 5.0
+
+_LENGTH_BYTES = 8
 _ARRAYS = {"sizes": "<u4", "left_out": "<i8", "document_ends": "<i8", "end_sizes": "<i8"}
+_NUMBERS = ("n_tokens", "n_unknown", "n_characters", "n_words", "n_left_out")
+# With the paths of modules of the process that starts it.
+_CODE = "import sys; sys.path[:] = sys.argv[3:]; from txlcli.data.workers import work; work(*sys.argv[1:3])"
 
 
 def worker_count(tokenizer: Tokenizer, n_bytes: int, n_processors: int | None = None) -> int:
@@ -47,7 +53,8 @@ def worker_count(tokenizer: Tokenizer, n_bytes: int, n_processors: int | None = 
     if n_processors is None:
         has_affinity = hasattr(os, "sched_getaffinity")
         n_processors = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    if n_processors < 2 or n_bytes < LEAST_BYTES or tokenizer.kind in SYMBOLS:
+    has_python = bool(sys.executable) and not getattr(sys, "frozen", False)
+    if n_processors < 2 or n_bytes < LEAST_BYTES or tokenizer.kind in SYMBOLS or not has_python:
         return 0
     return n_processors
 
@@ -62,10 +69,12 @@ class Workers:
     """
 
     def __init__(self, n_workers: int, folder: Path, rules: Rules) -> None:
-        self._context = multiprocessing.get_context("spawn")
-        self._pipes: list[Connection] = []
-        self._processes: list[BaseProcess] = []
-        self._arguments = (str(folder), json.dumps(rules._asdict()))
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._arguments = [
+            str(folder),
+            json.dumps(rules._asdict()),
+            *(path or str(Path.cwd()) for path in sys.path),
+        ]
         self._n_workers = n_workers
 
     def __enter__(self) -> "Workers":
@@ -84,7 +93,7 @@ class Workers:
     @property
     def process_ids(self) -> list[int]:
         """Those of the workers."""
-        return [process.pid for process in self._processes if process.pid is not None]
+        return [process.pid for process in self._processes]
 
     def encode(self, text: Iterator[Piece], *, is_counted: bool) -> Iterator[tuple[Piece, Encoded]]:
         """Yield each piece, without its text, and what it has become, in order.
@@ -109,22 +118,25 @@ class Workers:
     def close(self) -> None:
         """End the processes at once: they hold nothing that is not made again."""
         for process in self._processes:
-            with suppress(ValueError):
-                process.kill()
-        for pipe in self._pipes:
-            pipe.close()
+            process.kill()
         for process in self._processes:
-            process.join()
-            process.close()
-        self._pipes, self._processes = [], []
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with suppress(OSError):
+                        pipe.close()
+        self._processes = []
 
     def _start(self) -> None:
-        ours, theirs = self._context.Pipe()
-        self._pipes.append(ours)
-        process = self._context.Process(target=work, args=(theirs, *self._arguments), daemon=True)
-        process.start()
-        self._processes.append(process)
-        theirs.close()
+        self._processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", _CODE, *self._arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                # Windows: no Ctrl-C reaches another group.
+                creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
+            )
+        )
 
     def _send(self, worker: int, piece: Piece, is_counted: bool) -> None:
         arrays = {name: getattr(piece, name) for name in _ARRAYS}
@@ -132,23 +144,25 @@ class Workers:
             arrays["sizes"] = None  # what it is where nothing is said, and four times the text
         there = {name: array.astype(_ARRAYS[name]) for name, array in arrays.items() if array is not None}
         head = {"is_counted": is_counted, "arrays": list(there)}
+        pipe = self._processes[worker].stdin
+        assert pipe is not None
         try:
-            parts = [array.tobytes() for array in there.values()]
-            _send(self._pipes[worker], head, [piece.text, piece.following, *parts])
+            _write(pipe, head, [piece.text, piece.following, *(array.tobytes() for array in there.values())])
         except OSError:
             raise self._death(worker) from None
 
     def _receive(self, worker: int, piece: Piece) -> tuple[Piece, Encoded]:
-        pipe = self._pipes[worker]
+        pipe = self._processes[worker].stdout
+        assert pipe is not None
         try:
-            head = json.loads(pipe.recv_bytes())
+            head = json.loads(_read(pipe))
             if "outside" in head:
                 raise OutsideVocabulary(*head["outside"])
             if "fault" in head:
                 raise RuntimeError(f"a process that encodes text failed:\n{head['fault']}")
-            ids = pipe.recv_bytes()
-            counts = np.frombuffer(pipe.recv_bytes(), head["counts"]) if head["counts"] else None
-            gaps = np.frombuffer(pipe.recv_bytes(), "<i8") if head["has_gaps"] else None
+            ids = _read(pipe)
+            counts = np.frombuffer(_read(pipe), head["counts"]) if head["counts"] else None
+            gaps = np.frombuffer(_read(pipe), "<i8") if head["has_gaps"] else None
         except (EOFError, OSError):
             raise self._death(worker) from None
         return piece, Encoded(
@@ -159,9 +173,9 @@ class Workers:
         )
 
     def _death(self, worker: int) -> UserError:
-        process = self._processes[worker]
-        process.join(1)
-        code = process.exitcode
+        with suppress(subprocess.TimeoutExpired):
+            self._processes[worker].wait(DEATH_S)
+        code = self._processes[worker].returncode
         how = f"was killed by signal {-code}" if code is not None and code < 0 else "ended by itself"
         return UserError(
             f"encoding: one of {self._n_workers} processes {how}; too little memory may be the cause; "
@@ -175,8 +189,6 @@ def _signals_held() -> Iterator[None]:
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    # What multiprocessing starts along with the first process would let them through again.
-    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
@@ -184,12 +196,12 @@ def _signals_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def work(pipe: Connection, folder: str, rules_json: str) -> None:
-    """Encode the pieces that come through a pipe until it ends: what a worker does."""
+def work(folder: str, rules_json: str) -> None:
+    """Encode the pieces that come in until there are no more: what a worker does."""
     received: queue.Queue[tuple[Piece, bool] | None] = queue.Queue()
     # Whoever sends must never wait for this process, which may wait for them.
-    threading.Thread(target=_receive_all, args=(pipe, received), daemon=True).start()
-    with suppress(OSError):
+    threading.Thread(target=_receive_all, args=(received,), daemon=True).start()
+    with suppress(OSError), open(1, "wb", closefd=False) as pipe:
         try:
             pieces.N_THREADS = 1  # there are as many workers as processors
             tokenizer, rules = load_tokenizer(Path(folder)), Rules(**json.loads(rules_json))
@@ -197,41 +209,54 @@ def work(pipe: Connection, folder: str, rules_json: str) -> None:
                 _answer(pipe, tokenizer, rules, *job)
             return
         except OutsideVocabulary as error:
-            _send(pipe, {"outside": [error.symbol, error.offset, error.remedy]}, [])
+            _write(pipe, {"outside": [error.symbol, error.offset, error.remedy]}, [])
         except OSError:
             raise
         except Exception:
-            _send(pipe, {"fault": traceback.format_exc()}, [])
+            _write(pipe, {"fault": traceback.format_exc()}, [])
         while received.get() is not None:  # to the end, so that nobody finds the pipe closed
             pass
 
 
-def _receive_all(pipe: Connection, received: "queue.Queue[tuple[Piece, bool] | None]") -> None:
-    with suppress(EOFError, OSError):
+def _receive_all(received: "queue.Queue[tuple[Piece, bool] | None]") -> None:
+    with suppress(EOFError, OSError), open(0, "rb", closefd=False) as pipe:
         while True:
-            head = json.loads(pipe.recv_bytes())
-            text, following = pipe.recv_bytes(), pipe.recv_bytes()
+            head = json.loads(_read(pipe))
+            text, following = _read(pipe), _read(pipe)
             arrays: dict[str, Any] = {
-                name: np.frombuffer(pipe.recv_bytes(), _ARRAYS[name]) for name in head["arrays"]
+                name: np.frombuffer(_read(pipe), _ARRAYS[name]) for name in head["arrays"]
             }
             received.put((Piece(text=text, following=following, **arrays), head["is_counted"]))
     received.put(None)
 
 
-def _answer(pipe: Connection, tokenizer: Tokenizer, rules: Rules, piece: Piece, is_counted: bool) -> None:
+def _answer(pipe: BinaryIO, tokenizer: Tokenizer, rules: Rules, piece: Piece, is_counted: bool) -> None:
     encoded = encode(tokenizer, piece, rules, is_counted=is_counted)
     counts, gaps = encoded.counts, encoded.gaps
-    numbers = ("n_tokens", "n_unknown", "n_characters", "n_words", "n_left_out")
     head = {
-        "numbers": {name: getattr(encoded, name) for name in numbers},
+        "numbers": {name: getattr(encoded, name) for name in _NUMBERS},
         "counts": None if counts is None else counts.dtype.str,
         "has_gaps": gaps is not None,
     }
-    arrays = [array.tobytes() for array in (counts, gaps) if array is not None]
-    _send(pipe, head, [encoded.ids, *arrays])
+    _write(pipe, head, [encoded.ids, *(array.tobytes() for array in (counts, gaps) if array is not None)])
 
 
-def _send(pipe: Connection, head: dict[str, Any], parts: Sequence[bytes]) -> None:
-    pipe.send_bytes(json.dumps(head).encode())
-    for part in parts:
-        pipe.send_bytes(part)
+def _write(pipe: Any, head: dict[str, Any], parts: Sequence[bytes]) -> None:  # Any: a writer of bytes
+    for part in (json.dumps(head).encode(), *parts):
+        pipe.write(len(part).to_bytes(_LENGTH_BYTES, "little"))
+        pipe.write(part)
+    pipe.flush()
+
+
+def _read(pipe: Any) -> bytes:  # Any: a reader of bytes
+    """Read one part of a message.
+
+    Raises:
+        EOFError: there is none, or not all of it.
+    """
+    head = pipe.read(_LENGTH_BYTES)
+    n_bytes = int.from_bytes(head, "little")
+    data: bytes = pipe.read(n_bytes)
+    if len(head) < _LENGTH_BYTES or len(data) < n_bytes:
+        raise EOFError
+    return data
