@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,12 @@ from typer.testing import CliRunner
 
 from txlcli import load
 from txlcli.cli import main
+from txlcli.cli.convert import _prompt, _quote
 from txlcli.config import Config, DataConfig, ModelConfig, flatten
 from txlcli.convert import Converted, Row
 from txlcli.report import Screen, converted_facts, tensors_table
 from txlcli.run import Run
-from txlcli.tokenizer import CorpusWordTokenizer, MosesTokenizer, TableTokenizer
+from txlcli.tokenizer import CorpusWordTokenizer, MosesTokenizer, TableTokenizer, load_tokenizer
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = {path.parent.name: json.loads(path.read_text()) for path in sorted(GOLDEN.glob("*/case.json"))}
@@ -94,10 +96,12 @@ def test_the_command_tells_every_tensor_the_conventions_and_what_is_next(source)
     first, *notes = before.splitlines()
     assert first == f"reading {source}"
     assert all(note.startswith("note: ") for note in notes)
+    prompt = _prompt(load_tokenizer(Path("out")))
+    assert prompt
     raw = "   (raw text: --moses)" if source == WORDS else ""
     assert hints.splitlines() == [
         f"next  txl eval FILE --run out{raw}",
-        "      txl generate --run out --prompt 'Once'",
+        f"      txl generate --run out --prompt {prompt}",
         "      txl train CORPUS --init out",
     ]
 
@@ -116,6 +120,27 @@ def make(kind="authors", vocabulary=None, step=0, *, data=None, **settings):
         rows=(),
         notices=(),
     )
+
+
+def test_the_prompt_is_of_the_vocabulary_itself():
+    def points(text):
+        return tuple(map(ord, text))
+
+    assert _prompt(TableTokenizer("char", points("_etaoinsrhldcu"))) == "once"
+    assert _prompt(TableTokenizer("char", points("_ДОб"))) == "ДОб"
+    assert _prompt(TableTokenizer("byte", (32, 101, 116, 195, 164))) == "et"
+    assert _prompt(TableTokenizer("byte", (32, 195))) == ""
+    words = ("<eos>", "<unk>", ",", "The", "the", "Once")
+    assert _prompt(CorpusWordTokenizer(words)) == "Once"
+    assert _prompt(CorpusWordTokenizer(words[:-1])) == "The"
+    assert _prompt(CorpusWordTokenizer(words, is_lowered=True)) == "the"
+    assert _prompt(CorpusWordTokenizer(words[:3])) == ""
+
+
+def test_names_with_line_ends_stay_on_one_line():
+    assert _quote("a b") == "'a b'"
+    assert _quote("a\nb'c\\") == r"$'a\nb\'c\\'"
+    assert dict(converted_facts(replace(make(), source=Path("a\nb"))))["source"] == r"a\nb · the authors"
 
 
 def test_the_conventions_in_words():
@@ -229,10 +254,17 @@ def test_a_source_that_is_none_is_one_line_and_leaves_nothing(tmp_path):
     (tmp_path / "text.pt").write_bytes(b"\x80\x02cos\nsystem\nX\x02\x00\x00\x00lsR.")
     assert "os.system" in refusal("convert", "text.pt", "--out", "out")
     assert refusal("convert").startswith("SOURCE: ")
+    assert refusal("convert", "") == "SOURCE: the name is empty; name a checkpoint's file or folder"
+    assert refusal("convert", WORDS, "--out", "") == "--out: the name is empty; name a new or empty folder"
+    assert (
+        refusal("convert", WORDS, "--vocab", "") == "--vocab: the name is empty; name the vocabulary's file"
+    )
     assert not Path("out").exists()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
-    assert refusal("convert", WORDS, "--out", "out").startswith("--out: `out` exists")
+    assert refusal("convert", WORDS, "--out", "out") == (
+        "--out: `out` exists and is not empty; name a new or empty folder"
+    )
     assert os.listdir("out") == ["mine"]  # noqa: PTH208
 
 
@@ -264,6 +296,7 @@ def test_an_interruption_leaves_nothing():
         [sys.executable, "-c", code], capture_output=True, env=env, timeout=120, check=False
     )
     assert (done.returncode, done.stdout) == (130, b""), done.stderr
+    assert done.stderr.decode().splitlines()[-1] == "stopped; nothing was written"
     assert not Path("out").exists()
 
 

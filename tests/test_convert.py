@@ -676,10 +676,14 @@ def test_older_names_of_settings_are_known() -> None:
     (folder / "config.json").write_text(json.dumps(values))
     assert convert(folder, Path("run")).config.model == config
     (folder / "config.json").write_text(json.dumps({**values, "vocab_size": 20}))
-    with refused("source/config.json: `n_token` and `vocab_size` contradict each other; got 19 and 20"):
+    with refused(
+        "source/config.json: `n_token` and `vocab_size` contradict each other; got 19 and 20; "
+        "put the checkpoint's own config.json there"
+    ):
         convert(folder, Path("other"))
 
 
+TAKE = "; take another checkpoint"
 REFUSED_SETTINGS = [
     (
         {"attn_type": 1},
@@ -687,19 +691,24 @@ REFUSED_SETTINGS = [
     ),
     ({"sample_softmax": 5}, "sample_softmax must be off; got 5; its output layer has no place here"),
     ({"ext_len": 2}, "ext_len must be 0; got 2; context that is run again has no place here"),
-    ({"n_layer": 2.0}, "`n_layer` must be a whole number of at least 0; got 2.0"),
-    ({"n_layer": True}, "`n_layer` must be a whole number of at least 0; got True"),
-    ({"n_layer": 0}, "model.n_layer: must be a whole number of at least 1; got `0`"),
-    ({"n_token": -3}, "`n_token` must be a whole number of at least 1; got -3"),
-    ({"d_model": 10**30}, f"`d_model` must be a whole number of at least 0; got {10**30}"),
-    ({"tgt_len": [[1]]}, "`tgt_len` must be a whole number of at least 0; got a list"),
-    ({"mem_len": "\x1b[2J\n"}, "`mem_len` must be a whole number of at least 0; got \\x1b[2J\\n"),
-    ({"dropout": "much"}, "`dropout` must be a number; got much"),
-    ({"dropout": float("nan")}, "`dropout` must be a number; got nan"),
-    ({"dropatt": 1.5}, "model.dropatt: must be a number of at least 0 and below 1; got `1.5`"),
-    ({"pre_lnorm": "no"}, "`pre_lnorm` must be true or false; got no"),
-    ({"tie_projs": [0]}, "`tie_projs` must be a list of true and false; got [0]"),
-    ({"cutoffs": "all"}, "`cutoffs` must be a list of whole numbers; got all"),
+    ({"n_layer": 2.0}, f"`n_layer` must be a whole number of at least 1; got 2.0{TAKE}"),
+    ({"n_layer": True}, f"`n_layer` must be a whole number of at least 1; got True{TAKE}"),
+    ({"n_layer": 0}, f"`n_layer` must be a whole number of at least 1; got 0{TAKE}"),
+    ({"n_layer": "2"}, f'`n_layer` must be a whole number of at least 1; got "2"{TAKE}'),
+    ({"n_token": -3}, f"`n_token` must be a whole number of at least 1; got -3{TAKE}"),
+    ({"n_layer": 10**30}, f"`n_layer` is too large; got {10**30}, at most 1,000,000{TAKE}"),
+    ({"d_model": 10**30}, f"`d_model` is too large; got {10**30}, at most 1,000,000{TAKE}"),
+    ({"mem_len": 10**6 + 1}, f"`mem_len` is too large; got 1000001, at most 1,000,000{TAKE}"),
+    ({"tgt_len": 2**40}, f"`tgt_len` is too large; got {2**40}, at most 1,000,000{TAKE}"),
+    ({"tgt_len": [[1]]}, f"`tgt_len` must be a whole number of at least 1; got a list{TAKE}"),
+    ({"mem_len": "\x1b[2J\n"}, f'`mem_len` must be a whole number of at least 0; got "\\x1b[2J\\n"{TAKE}'),
+    ({"dropout": "much"}, f'`dropout` must be a number of at least 0 and below 1; got "much"{TAKE}'),
+    ({"dropout": float("nan")}, f"`dropout` must be a number of at least 0 and below 1; got nan{TAKE}"),
+    ({"dropatt": 1.5}, f"`dropatt` must be a number of at least 0 and below 1; got 1.5{TAKE}"),
+    ({"clamp_len": 1e30}, f"`clamp_len` is too large; got 1e+30, at most {2**53:,}{TAKE}"),
+    ({"pre_lnorm": "no"}, f'`pre_lnorm` must be true or false; got "no"{TAKE}'),
+    ({"tie_projs": [0]}, f"`tie_projs` must be a list of true and false; got [0]{TAKE}"),
+    ({"cutoffs": "all"}, f'`cutoffs` must be a list of whole numbers; got "all"{TAKE}'),
     (
         {"cutoffs": [9, 5]},
         "model.cutoffs: must be ascending whole numbers such as 2000,8000 or none or auto; got `9,5`",
@@ -888,7 +897,7 @@ def test_whole_numbers_are_no_weights(form: str) -> None:
     state[name] = torch.zeros(2, 3, dtype=torch.int64)
     folder = write_huggingface(config, state, form=form)
     text = {
-        "bin": "must hold floating point numbers; got torch.int64",
+        "bin": "must hold floating point numbers; got torch.int64; not converted",
         "safetensors": "must be of F64, F32, F16, BF16; got I64; no weights",
     }[form]
     file = {"bin": "pytorch_model.bin", "safetensors": "model.safetensors"}[form]
@@ -923,10 +932,9 @@ def test_other_sinusoids_are_refused() -> None:
 
 def test_another_number_of_layers_is_refused_before_any_is_built() -> None:
     config, state = huggingface_state()
-    folder = write_huggingface(config, state, n_layer=10**12)
+    folder = write_huggingface(config, state, n_layer=10**6)
     with refused(
-        "source/pytorch_model.bin: holds 2 layers, source/config.json says n_layer 1,000,000,000,000; "
-        "not converted"
+        "source/pytorch_model.bin: holds 2 layers, source/config.json says n_layer 1,000,000; not converted"
     ):
         convert(folder, Path("run"))
 
@@ -934,7 +942,7 @@ def test_another_number_of_layers_is_refused_before_any_is_built() -> None:
 @pytest.mark.parametrize("name", ["n_token", "d_inner", "d_head", "n_head"])
 def test_a_model_larger_than_its_file_is_refused_before_it_is_built(name: str) -> None:
     config = settle("nvidia", BASE)
-    path = write_nvidia(config, state_of(naming_of("nvidia", config), draw(config)), **{name: 10**13})
+    path = write_nvidia(config, state_of(naming_of("nvidia", config), draw(config)), **{name: 10**6})
     with pytest.raises(
         UserError,
         match=r"^checkpoint_best.pt: too small for the model that checkpoint_best.pt: model_config "
@@ -955,7 +963,8 @@ def test_tensors_that_share_their_numbers_cannot_claim_more_than_the_file() -> N
     folder = write_huggingface(config, state)
     size = (folder / "pytorch_model.bin").stat().st_size
     with refused(
-        f"source/pytorch_model.bin: its tensors claim {claim:,} bytes, more than the file's {size:,}; damaged"
+        f"source/pytorch_model.bin: its tensors claim {claim:,} bytes, more than the file's {size:,}; "
+        "damaged; fetch the file again"
     ):
         convert(folder, Path("run"))
 
@@ -1045,10 +1054,78 @@ def test_other_contents_are_refused() -> None:
         convert(Path("y.pt"))
 
 
+HUGGINGFACE_FAULTS = [
+    ({"vocab_size": "19"}, '`vocab_size` must be a whole number of at least 1; got "19"'),
+    ({"num_hidden_layers": 0}, "`num_hidden_layers` must be a whole number of at least 1; got 0"),
+    ({"layer_norm_epsilon": 1e30}, "`layer_norm_epsilon` is too large; got 1e+30, at most 1"),
+    ({"layer_norm_epsilon": 0}, "`layer_norm_epsilon` must be a number above 0 and at most 1; got 0"),
+]
+
+
+@pytest.mark.parametrize(("changes", "text"), HUGGINGFACE_FAULTS, ids=str)
+def test_a_fault_is_told_by_the_name_in_the_file(changes: dict[str, Any], text: str) -> None:
+    config, state = huggingface_state()
+    folder = write_huggingface(config, state)
+    values = json.loads((folder / "config.json").read_text())
+    others = {"vocab_size": "n_token", "num_hidden_layers": "n_layer"}
+    for name in changes:
+        values.pop(others.get(name, name), None)
+    (folder / "config.json").write_text(json.dumps({**values, **changes}))
+    with refused(f"source/config.json: {text}; put the checkpoint's own config.json there"):
+        convert(folder)
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b'{"a": "\x80"}', "damaged, not valid JSON; not UTF-8 at byte 7"),
+        (
+            b'{"a": ' + b"1" * 5000 + b"}",
+            "damaged, not valid JSON; a whole number of more than 4,300 digits",
+        ),
+        (b"[]", "damaged; must hold a JSON object, got list"),
+    ],
+)
+def test_a_damaged_config_is_refused_with_what_to_do(data: bytes, text: str) -> None:
+    config, state = huggingface_state()
+    folder = write_huggingface(config, state)
+    (folder / "config.json").write_bytes(data)
+    with refused(f"source/config.json: {text}; put the checkpoint's own config.json there"):
+        convert(folder)
+
+
+def test_a_name_with_a_line_end_stays_on_one_line() -> None:
+    with refused("a\\nb\\x1b: no such file or folder; name a checkpoint to convert"):
+        convert(Path("a\nb\x1b"))
+
+
+def test_a_text_or_folder_in_place_of_a_checkpoint_is_told_with_what_is_expected() -> None:
+    expected = (
+        "expected a folder of Hugging Face's TransfoXL, the authors' model.pt or NVIDIA's checkpoint_*.pt; "
+        "name one of them"
+    )
+    Path("corpus.txt").write_text("First Citizen:\nBefore we proceed")
+    with refused(f"corpus.txt: a text file, not a checkpoint; got 'First Citizen:'; {expected}"):
+        convert(Path("corpus.txt"))
+    Path("source/model.pt").mkdir(parents=True)
+    with refused(f"source/model.pt: is a folder, not a file; {expected}"):
+        convert(Path("source"))
+
+
+def test_a_run_is_called_after_the_folder_of_a_file_with_a_usual_name() -> None:
+    config, state = huggingface_state()
+    folder = write_huggingface(config, state)
+    assert convert(folder / "pytorch_model.bin").run.folder == Path("runs/source")
+    (folder / "pytorch_model.bin").rename(folder / "large.bin")
+    assert convert(folder / "large.bin").run.folder == Path("runs/large")
+
+
 def test_a_folder_of_another_model_is_refused() -> None:
     config, state = huggingface_state()
     folder = write_huggingface(config, state, model_type="bert")
-    with refused("source/config.json: model_type must be transfo-xl; got bert"):
+    with refused(
+        'source/config.json: model_type must be transfo-xl; got "bert"; name a TransfoXL checkpoint'
+    ):
         convert(folder)
 
 
@@ -1123,7 +1200,7 @@ def test_junk_is_refused_in_one_line(kind: Kind, authors: Authors, monkeypatch: 
             del container[key]
         else:
             container[key] = rng.choice(JUNK)
-        monkeypatch.setattr("txlcli.convert.sources.read_pickled", lambda _, found=content: found)
+        monkeypatch.setattr("txlcli.convert.sources.read_pickled", lambda *_, found=content: found)
         try:
             source = open_source(path)
             match(source, settings_of(source))
@@ -1240,14 +1317,16 @@ def test_a_vocabulary_of_its_own_may_be_named(folder: Path) -> None:
     converted = convert(folder, Path("other"), vocab=Path("words.txt"))
     assert converted.tokenizer is not None
     assert converted.tokenizer.n_vocab == N_VOCAB
-    with refused("none.txt: cannot be read; no such file or directory"):
+    with refused(
+        "none.txt: cannot be read; no such file or directory; name the model's own with --vocab FILE"
+    ):
         convert(folder, Path("third"), vocab=Path("none.txt"))
 
 
 def test_a_folder_in_use_is_refused(folder: Path) -> None:
     Path("run").mkdir()
     Path("run/x").touch()
-    with refused("--out: `run` exists and is not empty; name another, or continue with `--resume run`"):
+    with refused("--out: `run` exists and is not empty; name a new or empty folder"):
         convert(folder, Path("run"))
 
 

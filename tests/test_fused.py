@@ -5,7 +5,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError
 
 import numpy as np
 import pytest
@@ -36,8 +36,8 @@ def _interpreted() -> Iterator[None]:
     Whether a kernel is interpreted is decided when it is defined, and those of Triton's own library when
     Triton is imported; so both are imported anew, then and afterwards. Only the compiled part stays.
     """
-    if find_spec("triton") is None:
-        pytest.skip("triton is not installed")
+    if not fused.has_triton():
+        pytest.skip("triton 3.3 or newer is not installed")
     if np.lib.NumpyVersion(np.__version__) >= "2.4.0":
         pytest.skip("Triton 3.6 cannot interpret loops with NumPy 2.4 or newer")
 
@@ -299,7 +299,24 @@ def test_it_refuses_old_devices_and_a_machine_without_triton(monkeypatch):
     demands = Demands(torch.device("cuda"))
     assert fused.refuses(demands) == "triton needs a GPU of compute capability 8.0 or newer"
     monkeypatch.setattr(fused, "has_triton", lambda: False)
-    assert fused.refuses(demands) == "triton is not installed"
+    assert fused.refuses(demands) == "triton 3.3 or newer is not installed"
+
+
+@pytest.mark.parametrize(
+    ("version", "is_enough"),
+    [(None, True), ("3.2.0", False), ("3.3.0+git12", True), ("3.10.1", True), ("2.9", False), ("4.0", True)],
+)
+def test_a_triton_that_cannot_gather_is_none(version, is_enough, monkeypatch):
+    def tell(name):
+        if version is None:
+            raise PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(fused, "version", tell)
+    monkeypatch.setattr(fused, "find_spec", lambda name: name)
+    assert fused.has_triton.__wrapped__() == is_enough
+    monkeypatch.setattr(fused, "find_spec", lambda name: None)
+    assert not fused.has_triton.__wrapped__()
 
 
 def test_the_host_code_does_not_load_triton():

@@ -395,6 +395,12 @@ def test_a_stream_must_keep_its_word() -> None:
     assert "got more after its end" in refusal(stream(good, {"0": NUMBERS}, [6]) + b"x")
     assert "got 5 numbers for a storage of 6" in refusal(stream(good, {"0": NUMBERS}, [5]))
     assert "got -6 numbers for a storage of 6" in refusal(stream(good, {"0": NUMBERS}, [-6]))
+    whole = stream(good, {"0": NUMBERS}, [6])
+    for n_cut in (1, 24, 25, 31, 32):
+        assert refusal(whole[:-n_cut]) == (
+            f"file.pt: ends too early; got {len(whole) - n_cut:,} bytes, its tensors need {len(whole):,}; "
+            "fetch the file again"
+        )
     others = "got a list of other storages than its tensors have"
     for keys in ([], ["1"], ["0", "0"], ["0", "1"], [0], [["0"]], {"0": 1}, 7):
         assert others in refusal(stream(good, {"0": NUMBERS, "1": NUMBERS}, [6, 6], keys)), keys
@@ -931,13 +937,40 @@ def test_other_formats_are_told() -> None:
     assert "only a pointer of Git LFS" in refusal(
         b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
     )
-    assert refusal(b"<!DOCTYPE html>") == (
-        "file.pt: damaged, cut short, or no checkpoint; got what is no instruction of a pickle "
-        "at byte 1 of its pickle; fetch the file again"
+    remedy = "name a file that torch.save or pickle wrote"
+    for data, told in {
+        b"": "an empty file, not a checkpoint; got 0 bytes",
+        b"<!DOCTYPE html>\n<html>": "a web page, not a checkpoint; got '<!DOCTYPE html>'",
+        b"First Citizen:\nBefore": "a text file, not a checkpoint; got 'First Citizen:'",
+        b"call me Ishmael\nsome years\n": "a text file, not a checkpoint; got 'call me Ishmael'",
+        "(Grönl".encode() + b"\xc3": "a text file, not a checkpoint; got '(Gr\\xf6nl\\ufffd'",
+        "Text".encode(
+            "utf-16"
+        ): "a text file, not a checkpoint; got '\\ufffd\\ufffdT\\x00e\\x00x\\x00t\\x00'",
+        b'{"a": 1}': "a JSON file, not a checkpoint; got '{\"a\": 1}'",
+        b"\x93NUMPY\x01\0": "a NumPy array, not a checkpoint; got '\\ufffdNUMPY\\x01\\x00'",
+        b"\x02\0\0\0\0\0\0\0{}": "a safetensors file without .safetensors at the end of its name, "
+        "not a checkpoint; got '\\x02\\x00\\x00\\x00\\x00\\x00\\x00\\x00{}'",
+    }.items():
+        assert refusal(data) == f"file.pt: {told}; {remedy}"
+    other = "file.pt: a zip archive, but no archive of torch.save; got"
+    assert refusal(zipped({"arr_0.npy": b"x"})) == (
+        f"{other} an entry 'arr_0.npy'; name a file that torch.save wrote"
     )
-    assert refusal(b"").startswith(
-        "file.pt: damaged, cut short, or no checkpoint; got its end at byte 0 of its pickle"
-    )
+    assert refusal(zipped({})) == f"{other} no entry data.pkl; name a file that torch.save wrote"
+
+
+def test_faults_of_values_are_told_in_plain_words() -> None:
+    for body, fault in {
+        b"N0F1.x\n.": "a number that is none",
+        b"N0Ione\n.": "a number that is none",
+        b"N0gx\n.": "a number that is none",
+        b"N0\x8c\x01\xff.": "a text that is none",
+    }.items():
+        assert f"no checkpoint; got {fault} at byte " in refusal(b"\x80\x02" + body + b"N")
+
+
+def test_files_that_cannot_be_opened() -> None:
     assert "got tensors whose numbers are in no file" in refusal(pickled(Op.tensor()))
     assert "got more after its end" in refusal(pickled(b"N") + b"N")
     for path, fault in (

@@ -34,6 +34,7 @@ from txlcli.tokenizer import (
 )
 
 PLACE = "vocab.pkl"
+LINES = "expected a symbol on each line, or one and its count"
 REMEDY = "name the model's own with --vocab FILE"
 WORDS = ["<eos>", "the", ",", "=", "@-@", "<unk>", "Grönland", "a"]
 # The most frequent first, as in the corpora: a space, e, t, ...
@@ -105,8 +106,8 @@ def test_words_keep_their_ids_whatever_they_come_in(form: str) -> None:
 
 def test_files_hold_the_same_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text(json.dumps({word: id for id, word in enumerate(WORDS)}))
-    # What follows a word on its line is its count; the first of equal words counts.
-    (tmp_path / "vocab.txt").write_bytes("\r\n".join([*(f"{w} 7" for w in WORDS), "the", ""]).encode())
+    # What follows a word on its line is its count.
+    (tmp_path / "vocab.txt").write_bytes("\r\n".join([*(f"{w} 7" for w in WORDS), ""]).encode())
     (tmp_path / "vocab.pkl").write_bytes(pickle.dumps(attributes(WORDS), 2))
     found = [
         vocabulary_of(read_vocab(tmp_path / f"vocab.{kind}"), PLACE, len(WORDS))
@@ -121,8 +122,18 @@ def test_files_hold_the_same_vocabulary(tmp_path: Path) -> None:
     [
         ("vocab.json", b"[" * 100_000, "not JSON; nested too deep"),
         ("vocab.json", b'{"a": 1,', None),
-        ("vocab.txt", b"<eos>\n\na\n", "expected a symbol on each line; got none on line 2"),
-        ("vocab.txt", b"<eos>\n\xff", "not utf-8 at byte 6"),
+        ("vocab.txt", b"<eos>\n\na\n", f"{LINES}; got none on line 2"),
+        ("vocab.txt", b"<eos>\na b\n", f"{LINES}; got 'a b' on line 2"),
+        ("vocab.txt", b"<eos> 9\na 3 1\n", f"{LINES}; got 'a 3 1' on line 2"),
+        (
+            "vocab.txt",
+            b"<eos>\nthe 2\na\nthe 1\n",
+            "expected each symbol on one line; got 'the' on lines 2 and 4; leave one of them out, or",
+        ),
+        ("vocab.json", b'{"a": "\x80"}', "not JSON; not UTF-8 at byte 7"),
+        ("vocab.json", b"[" + b"1" * 5000 + b"]", "not JSON; a whole number of more than 4,300 digits"),
+        ("vocab", b"the quick brown fox", "a text file, not a checkpoint; got 'the quick brown fox'"),
+        ("vocab.txt", b"<eos>\n\xff", "not UTF-8 at byte 6"),
     ],
 )
 def test_files_that_hold_none_are_refused(name: str, data: bytes, text: str | None, tmp_path: Path) -> None:
@@ -133,7 +144,18 @@ def test_files_that_hold_none_are_refused(name: str, data: bytes, text: str | No
     if text is None:  # in words of Python's own
         assert str(caught.value).startswith(f"{path}: not JSON; ")
     else:
-        assert str(caught.value) == f"{path}: {text}; {REMEDY}"
+        assert str(caught.value) == f"{path}: {text}{'' if text.endswith('or') else ';'} {REMEDY}"
+
+
+def test_a_file_of_a_vocabulary_that_cannot_be_opened_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    for name in ("no.txt", "no.json", "no.pkl"):
+        with pytest.raises(UserError) as caught:
+            read_vocab(tmp_path / name)
+        assert str(caught.value) == (
+            f"{tmp_path / name}: cannot be read; no such file or directory; {REMEDY}"
+        )
+    with pytest.raises(UserError, match=f"is a folder, not a file; {REMEDY}$"):
+        read_vocab(tmp_path)
 
 
 def test_the_newline_may_be_any_symbol_and_s_stands_between_sentences() -> None:
@@ -431,11 +453,15 @@ def test_added_tokens_name_the_ids_after_the_vocabulary() -> None:
         ({"idx2sym": "abcd"}, "`idx2sym` must be a list; got str"),
         (
             attributes(["<eos>", "<unk>", "a", "b"], sym2idx={"<eos>": 0, "<unk>": 1, "a": 3, "b": 2}),
-            "`sym2idx` and `idx2sym` contradict each other; 'a' has id 3 and is at 2",
+            "`sym2idx` and `idx2sym` contradict each other; 'a' has id 3 in the first and 2 in the second",
         ),
         (
             attributes(["<eos>", "<unk>", "a", "b"], sym2idx={"z": 3}),
-            "`sym2idx` and `idx2sym` contradict each other; 'z' has id 3 and is at None",
+            "`sym2idx` and `idx2sym` contradict each other; 'z' has id 3 in the first and none in the second",
+        ),
+        (
+            attributes(["<eos>", "<unk>", "a", "b"], lower_case="no"),
+            "`lower_case` must be true or false; got 'no'",
         ),
         ({}, "not a vocabulary; got dict"),
         (7, "not a vocabulary; got int"),

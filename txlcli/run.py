@@ -613,11 +613,21 @@ def parse_json(data: bytes | str, place: object) -> dict[str, Any]:
     try:
         values = json.loads(data, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        reason = "nested too deep" if isinstance(error, RecursionError) else str(error).lower()
-        raise UserError(f"{place}: damaged, not valid JSON; {reason}") from error
+        raise UserError(f"{place}: damaged, not valid JSON; {json_fault(error)}") from error
     if not isinstance(values, dict):
         raise UserError(f"{place}: damaged; must hold a JSON object, got {type(values).__name__}")
     return values
+
+
+def json_fault(error: ValueError | RecursionError) -> str:
+    """Say in plain words why Python's reader of JSON refused a text."""
+    if isinstance(error, RecursionError):
+        return "nested too deep"
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 at byte {error.start:,}"
+    if "integer string conversion" in str(error):
+        return "a whole number of more than 4,300 digits"
+    return str(error).lower()
 
 
 def _refuse_constant(name: str) -> None:

@@ -18,6 +18,7 @@ import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
@@ -38,6 +39,9 @@ SLACK = 128
 """Numbers behind a workspace's last row: a block of keys may read past it, by less than a block's width."""
 
 MAX_D_HEAD = 128
+
+LEAST_TRITON = (3, 3)
+"""The first version with `tl.gather`; PyTorch 2.6 comes with 3.2."""
 
 
 class Launch(NamedTuple):
@@ -125,8 +129,14 @@ def block_e(d_head: int) -> int:
 
 @cache
 def has_triton() -> bool:
-    """Return whether Triton is installed, without loading it."""
-    return find_spec("triton") is not None
+    """Return whether Triton with all that the kernels use is installed, without loading it."""
+    if find_spec("triton") is None:
+        return False
+    try:
+        found = version("triton")
+    except PackageNotFoundError:  # a build under another name, which tells no version without being loaded
+        return True
+    return tuple(int(part) for part in found.split(".")[:2]) >= LEAST_TRITON
 
 
 def refuses(demands: Demands) -> str | None:
@@ -134,7 +144,7 @@ def refuses(demands: Demands) -> str | None:
     if demands.device.type != "cuda":
         return "triton needs a CUDA device"
     if not has_triton():
-        return "triton is not installed"
+        return "triton {}.{} or newer is not installed".format(*LEAST_TRITON)
     if torch.cuda.is_available() and torch.cuda.get_device_capability(demands.device) < (8, 0):
         return "triton needs a GPU of compute capability 8.0 or newer"
     if demands.has_values:

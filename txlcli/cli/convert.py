@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from txlcli import UserError
 from txlcli.cli.app import command
 from txlcli.cli.flags import JsonFlag, QuietFlag, option
 from txlcli.cli.signals import listening
-from txlcli.report import Screen, converted_facts, facts_table, json_text, tensors_table
+from txlcli.report import Screen, converted_facts, facts_table, json_text, one_line, tensors_table
 
 if TYPE_CHECKING:
     from txlcli.convert import Converted
+    from txlcli.tokenizer import Tokenizer
 
 
 @command(
@@ -49,17 +51,25 @@ def convert(
     Reads SOURCE without running anything of it, prints what became of every tensor and which conventions the
     run keeps, and writes the run whole or not at all.
     """
+    for name, value, what in (
+        ("SOURCE", source, "a checkpoint's file or folder"),
+        ("--out", out, "a new or empty folder"),
+        ("--vocab", vocab, "the vocabulary's file"),
+    ):
+        if value == "":  # as a path that would be the working folder
+            raise UserError(f"{name}: the name is empty; name {what}")
     screen, out_screen = Screen.of(sys.stderr, is_quiet=is_quiet), Screen.of(sys.stdout)
     with listening("stopping; once more to stop at once") as interruption:
         from txlcli import convert as converting
         from txlcli.run import discard_run
 
-        screen.aside(f"reading {source}")
+        screen.aside(f"reading {one_line(source)}")
         converted = converting.convert(
             Path(source), None if out is None else Path(out), vocab=None if vocab is None else Path(vocab)
         )
         if interruption():
             discard_run(converted.run)
+            screen.write("stopped; nothing was written")
             interruption.leave()
     if is_json:
         out_screen.write_text(json_text(_as_json(converted), indent=1).encode() + b"\n")
@@ -75,15 +85,42 @@ def convert(
 
 def _hints(converted: "Converted") -> list[str]:
     """The commands to try next."""
-    folder = shlex.quote(str(converted.run.folder))
+    folder = _quote(str(converted.run.folder))
     if converted.tokenizer is None:
         return [f"txl bench --run {folder}", "txl runs"]
+    prompt = _prompt(converted.tokenizer)
     is_split = converted.config.data.newlines == "eos"
     return [
         f"txl eval FILE --run {folder}" + ("   (raw text: --moses)" if is_split else ""),
-        f"txl generate --run {folder} --prompt 'Once'",
+        f"txl generate --run {folder}" + (f" --prompt {shlex.quote(prompt)}" if prompt else ""),
         f"txl train CORPUS --init {folder}",
     ]
+
+
+def _quote(text: str) -> str:
+    """Quote a name for the shell, on one line whatever is in it."""
+    if text.isprintable():
+        return shlex.quote(text)
+    inside = one_line(text).replace("'", "\\'")
+    return f"$'{inside}'"
+
+
+def _prompt(tokenizer: "Tokenizer") -> str:
+    """Choose a prompt out of what the vocabulary has: Once, else its first word or letters; empty: none."""
+    from txlcli.tokenizer import CorpusWordTokenizer, TableTokenizer
+
+    if isinstance(tokenizer, CorpusWordTokenizer):
+        words = [word for word in tokenizer.tokens if word.isalnum()]
+        if tokenizer.is_lowered:  # a word with capital letters cannot come up
+            words = [word for word in words if word == word.lower()]
+        return "Once" if "Once" in words else next(iter(words), "")
+    if not isinstance(tokenizer, TableTokenizer):
+        return "Once"
+    # A byte above 127 is part of a character only.
+    symbols = [chr(p) for p in tokenizer.points if tokenizer.kind == "char" or p < 128]
+    letters = [symbol for symbol in symbols if symbol.isalnum()]
+    usual = (word for word in ("Once", "once") if set(word) <= set(letters))
+    return next(usual, "".join(letters[:4]))
 
 
 def _as_json(converted: "Converted") -> dict[str, object]:

@@ -13,14 +13,15 @@ So a converted model computes what its source does.
 from dataclasses import dataclass
 from pathlib import Path
 
+from txlcli import UserError
 from txlcli.config import Config
 from txlcli.convert.names import Kind
 from txlcli.convert.settings import settings_of
-from txlcli.convert.sources import open_source
+from txlcli.convert.sources import is_usual_name, open_source
 from txlcli.convert.vocabulary import vocabulary_of
 from txlcli.convert.weights import Row, match
 from txlcli.convert.writing import config_of, write_run
-from txlcli.files import is_folder
+from txlcli.files import describe_error, is_folder
 from txlcli.run import Run, discard_run, new_run
 from txlcli.tokenizer import Tokenizer
 
@@ -68,6 +69,15 @@ def convert(source: Path, out: Path | None = None, *, vocab: Path | None = None)
         UserError: it is not one that is known, damaged, or has something that this package has not; or the
             run's folder is in use. Nothing is left behind.
     """
+    try:
+        return _convert(source, out, vocab)
+    except UserError as error:
+        raise UserError(_on_one_line(str(error))) from error
+
+
+def _convert(source: Path, out: Path | None, vocab: Path | None) -> Converted:
+    if out is not None:
+        _refuse_in_use(out)
     found = open_source(source, vocab)
     settings = settings_of(found)
     matched = match(found, settings)
@@ -90,10 +100,33 @@ def convert(source: Path, out: Path | None = None, *, vocab: Path | None = None)
         n_parameters=sum(tensor.numel() for tensor in weights.values()),
         tokenizer=vocabulary.tokenizer,
         rows=matched.rows(),
-        notices=(*found.notices, *settings.notices, *matched.notices(), *vocabulary.notices),
+        notices=tuple(
+            map(
+                _on_one_line,
+                (*found.notices, *settings.notices, *matched.notices(), *vocabulary.notices),
+            )
+        ),
     )
 
 
 def _stem(source: Path) -> str:
-    """Name a run after its source: a folder's name, a file's without its ending."""
-    return source.resolve().name if is_folder(source) else source.stem
+    """Name a run after its source: a folder's name, a file's without its ending if it says something."""
+    if is_folder(source):
+        return source.resolve().name
+    folder = source.resolve().parent.name if is_usual_name(source.name) else ""
+    return folder or source.stem
+
+
+def _refuse_in_use(out: Path) -> None:
+    """Refuse a folder with something in it before anything is read: a conversion has no continuation."""
+    try:
+        is_empty = not is_folder(out) or next(out.iterdir(), None) is None
+    except OSError as error:
+        raise UserError(f"--out: `{out}` cannot be read; {describe_error(error)}; name another") from error
+    if not is_empty:
+        raise UserError(f"--out: `{out}` exists and is not empty; name a new or empty folder")
+
+
+def _on_one_line(text: str) -> str:
+    """Escape what is no printable character: a name may hold line ends and control codes."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -183,20 +183,26 @@ def read_archive(path: Path, fd: int) -> Archive:
     for name in entries:
         parts = name.split("/")
         if parts[0] != root or len(parts) < 2 or not _is_plain(name, parts):
-            raise UserError(f"{path}: no archive of torch.save; got an entry {name[:100]!a}")
+            raise _other(path, f"an entry {name[:100]!a}")
     if f"{root}/constants.pkl" in entries:
         raise UserError(
             f"{path}: a TorchScript program; got `{root}/constants.pkl`; save the model's state_dict"
         )
     pickle = entries.get(f"{root}/data.pkl")
     if pickle is None:
-        raise UserError(f"{path}: no archive of torch.save; got no entry data.pkl")
+        raise _other(path, "no entry data.pkl")
     version = _read_note(fd, entries.get(f"{root}/version"))
     if not version.isdecimal() or not 1 <= int(version) <= 10:
-        raise UserError(f"{path}: another version of torch's archives; got {version!r}, expected 1 to 10")
+        raise UserError(
+            f"{path}: another version of torch's archives; got {version!r}, expected 1 to 10; "
+            "save it again with another torch"
+        )
     order = _read_note(fd, entries.get(f"{root}/byteorder")) or "little"
     if order not in ("little", "big"):
-        raise UserError(f"{path}: another byteorder than there is; got {order!r}, expected little or big")
+        raise UserError(
+            f"{path}: another byteorder than there is; got {order!r}, expected little or big; "
+            "fetch the file again"
+        )
     folder = f"{root}/data/"
     storages = {name.removeprefix(folder): at for name, at in entries.items() if name.startswith(folder)}
     return Archive(pickle, storages, order == "big")
@@ -218,7 +224,7 @@ def _read_directory(path: Path, fd: int) -> dict[str, Entry]:
     if n_entries > _LIMIT_ENTRIES or n_bytes > _LIMIT_DIRECTORY_BYTES:
         raise UserError(
             f"{path}: too many entries for a checkpoint; got {n_entries:,} in {n_bytes:,} bytes; "
-            f"expected at most {_LIMIT_ENTRIES:,}"
+            f"expected at most {_LIMIT_ENTRIES:,}; name a file that torch.save wrote"
         )
     directory = read_at(fd, n_bytes, position)
     entries: dict[str, Entry] = {}
@@ -238,16 +244,16 @@ def _read_directory(path: Path, fd: int) -> dict[str, Entry]:
         shown = ascii(name[:100])
         plain, packed, start = _read_zip64(path, extra, [plain, packed, start])
         if flags & _ENCRYPTED:
-            raise UserError(f"{path}: no archive of torch.save; got an encrypted entry {shown}")
+            raise _other(path, f"an encrypted entry {shown}")
         if method != 0 or packed != plain:
-            raise UserError(f"{path}: no archive of torch.save; got a compressed entry {shown}")
+            raise _other(path, f"a compressed entry {shown}")
         if name in entries:
-            raise UserError(f"{path}: no archive of torch.save; got two entries {shown}")
+            raise _other(path, f"two entries {shown}")
         local = read_at(fd, 30 + n_name, start) if start < position else b""
         if len(local) < 30 + n_name or local[:4] != b"PK\x03\x04" or local[30:] != raw_name:
             raise _damaged(path, f"no entry {shown} where the list has it")
         if struct.unpack_from("<H", local, 8) != (0,):
-            raise UserError(f"{path}: no archive of torch.save; got a compressed entry {shown}")
+            raise _other(path, f"a compressed entry {shown}")
         first = start + 30 + n_name + int(struct.unpack_from("<H", local, 28)[0])
         if first + plain > position:
             raise _damaged(path, f"an entry {shown} that is larger than the file")
@@ -255,7 +261,7 @@ def _read_directory(path: Path, fd: int) -> dict[str, Entry]:
         extents.append((start, first + plain))
     extents.sort()
     if any(end > start for (_, end), (start, _) in pairwise(extents)):
-        raise UserError(f"{path}: no archive of torch.save; got entries within one another")
+        raise _other(path, "entries within one another")
     return entries
 
 
@@ -299,6 +305,12 @@ def _read_zip64(path: Path, extra: bytes, sizes: list[int]) -> list[int]:
             return [next(following) if size == _ZIP64 else size for size in sizes]
         at += 4 + n_bytes
     raise _damaged(path, "an entry without its size")
+
+
+def _other(path: Path, found: str) -> UserError:
+    return UserError(
+        f"{path}: a zip archive, but no archive of torch.save; got {found}; name a file that torch.save wrote"
+    )
 
 
 def _damaged(path: Path, found: str) -> UserError:

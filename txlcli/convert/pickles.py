@@ -50,6 +50,8 @@ _CONTAINER_WEIGHT, _TENSOR_WEIGHT, _CHARACTERS_IN_ONE = 16, 100, 16
 _LIMIT_NUMBER_BYTES = 255
 _LIMIT_LINE_BYTES = 1000
 _LIMIT_KEY_PARTS = 8
+# A text is seldom taken for more instructions than these before one makes no sense.
+_CHANCE_STEPS = 8
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _STREAM_PROTOCOL = 1001
@@ -79,8 +81,12 @@ class Foreign:
         return {name: value for part in parts if isinstance(part, dict) for name, value in part.items()}
 
 
-def read_pickled(path: Path) -> Any:
+def read_pickled(path: Path, remedy: str = "name a file that torch.save or pickle wrote") -> Any:
     """Read what torch.save or pickle wrote as a tree of plain values.
+
+    Args:
+        path: The file.
+        remedy: What to do where it cannot be opened or is something else.
 
     Returns:
         None, bool, int, float, str, bytes, list, tuple, dict, set, `Foreign` and `StoredTensor`. OrderedDict,
@@ -93,18 +99,33 @@ def read_pickled(path: Path) -> Any:
     Raises:
         UserError: the file is missing, damaged, too large, or mentions a name that is not in `allowed`.
     """
-    fd = open_regular(path)
+    fd = open_or_advise(path, remedy)
     try:
         size = os.fstat(fd).st_size
         start = read_at(fd, 512, 0)
         _refuse_other_formats(path, start)
-        value = _read_zip(path, fd, size) if start[:4] == b"PK\x03\x04" else _read_stream(path, fd, size)
+        if start[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
+            value = _read_zip(path, fd, size)
+        else:
+            value = _read_stream(path, fd, size, remedy)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read; {describe_error(error)}") from error
+        raise UserError(f"{path}: cannot be read; {describe_error(error)}; {remedy}") from error
     finally:
         os.close(fd)
     _check_tree(path, value)
     return value
+
+
+def open_or_advise(path: Path, remedy: str) -> int:
+    """Open a file as `open_regular` does, and say where that fails what to do.
+
+    Raises:
+        UserError: as `open_regular`.
+    """
+    try:
+        return open_regular(path)
+    except UserError as error:
+        raise UserError(f"{error}; {remedy}") from error
 
 
 def _refuse_other_formats(path: Path, start: bytes) -> None:
@@ -115,6 +136,44 @@ def _refuse_other_formats(path: Path, start: bytes) -> None:
         )
     if start.startswith(b"version https://git-lfs"):
         raise UserError(f"{path}: only a pointer of Git LFS; got no weights; fetch the file itself")
+
+
+# What files are that are taken for checkpoints, by their first bytes.
+_FORMATS = (
+    (b"\x93NUMPY", "a NumPy array"),
+    (b"\x1f\x8b", "a gzip archive"),
+    (b"BZh", "a bzip2 archive"),
+    (b"\xfd7zXZ", "an xz archive"),
+    (b"\x28\xb5\x2f\xfd", "a zstandard archive"),
+    (b"7z\xbc\xaf", "a 7z archive"),
+    (b"\x89HDF", "an HDF5 file"),
+    (b"GGUF", "a GGUF file"),
+    (b"\xff\xfe", "a text file"),
+    (b"\xfe\xff", "a text file"),
+)
+
+
+def _name_format(start: bytes, size: int) -> str | None:
+    """Say what a file that is no pickle is, by its first bytes; None: that is not known.
+
+    The oldest pickles are text too, so this tells something only of a file that is none.
+    """
+    if size == 0:
+        return "an empty file"
+    for sign, name in _FORMATS:
+        if start.startswith(sign):
+            return name
+    if start[8:9] == b"{" and 2 <= int.from_bytes(start[:8], "little") <= size - 8:
+        return "a safetensors file without .safetensors at the end of its name"
+    # A character may be cut at the end of what was read.
+    text = start.decode("utf-8", "ignore").lstrip("\ufeff")
+    n_lost = len(start.removeprefix(b"\xef\xbb\xbf")) - len(text.encode())
+    if n_lost > 3 or not all(c.isprintable() or c in "\t\n\r\f" for c in text):
+        return None
+    head = text.lstrip()[:15].lower()
+    if head.startswith(("<!doctype html", "<html")):
+        return "a web page"
+    return "a JSON file" if head.startswith(("{", "[")) else "a text file"
 
 
 def _read_zip(path: Path, fd: int, size: int) -> Any:
@@ -138,11 +197,18 @@ def _read_zip(path: Path, fd: int, size: int) -> Any:
     return value
 
 
-def _read_stream(path: Path, fd: int, size: int) -> Any:
+def _read_stream(path: Path, fd: int, size: int, remedy: str) -> Any:
     """Read a plain pickle or, if the first value is its magic number, a stream of torch."""
     data = read_at(fd, min(size, _LIMIT_PICKLE_BYTES), 0)
     decoder = _Decoder(path, data, size)
-    value = decoder.decode()
+    try:
+        value = decoder.decode()
+    except _Damaged as error:
+        # Whatever else it is, a few of its bytes may look like instructions.
+        name = _name_format(data[:512], size) if decoder.n_steps <= _CHANCE_STEPS else None
+        if name is None:
+            raise UserError(str(error)) from error
+        raise UserError(f"{path}: {name}, not a checkpoint; got {_show_start(data)}; {remedy}") from error
     if value != _MAGIC:
         if decoder.storages:
             raise decoder.damaged("tensors whose numbers are in no file")
@@ -154,24 +220,38 @@ def _read_stream(path: Path, fd: int, size: int) -> Any:
     # What it says about the machine does not matter: the numbers are little-endian on any.
     decoder.decode()
     value, keys = decoder.decode(), decoder.decode()
+    names = [key for key in keys if type(key) is str] if type(keys) is list else []
+    if type(keys) is not list or len(names) < len(keys) or sorted(names) != sorted(decoder.storages):
+        raise decoder.damaged("a list of other storages than its tensors have")
     position = decoder.position
-    for key in keys if type(keys) is list else [keys]:
-        storage = decoder.storages.get(key) if type(key) is str else None
-        if storage is None or storage.position is not None:
-            raise decoder.damaged("a list of other storages than its tensors have")
+    n_needed = position + sum(8 + storage.n_bytes for storage in decoder.storages.values())
+    if size < n_needed:
+        raise UserError(
+            f"{path}: ends too early; got {size:,} bytes, its tensors need {n_needed:,}; fetch the file again"
+        )
+    for storage in map(decoder.storages.__getitem__, names):
         n_elements = int.from_bytes(read_at(fd, 8, position), "little", signed=True)
         storage.position = position + 8
         position += 8 + storage.n_bytes
-        if n_elements != storage.n_elements or position > size:
+        if n_elements != storage.n_elements:
             raise decoder.damaged(f"{n_elements:,} numbers for a storage of {storage.n_elements:,}")
-    if any(storage.position is None for storage in decoder.storages.values()):
-        raise decoder.damaged("a list of other storages than its tensors have")
     if position < size:
         raise decoder.damaged("more after its end")
     return value
 
 
+def _show_start(data: bytes) -> str:
+    """Show how a file begins, on one short line."""
+    if not data:
+        return "0 bytes"
+    return ascii(data[:80].decode("utf-8", "replace").split("\n")[0][:30])
+
+
 # The machine
+
+
+class _Damaged(UserError):
+    """A file that no pickle looks like; one that asks for what it must not is another case."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,7 +298,7 @@ class _Decoder:
         except (IndexError, KeyError, ValueError) as error:
             if self.position < len(self.data):
                 is_missing = isinstance(error, (IndexError, KeyError))
-                found = "an instruction that misses something" if is_missing else f"{error}"[:100]
+                found = "an instruction that misses something" if is_missing else _say(error)
                 raise self.damaged(found) from error
             if len(self.data) == _LIMIT_PICKLE_BYTES < self.file_size:
                 raise _too_large(self.path, _LIMIT_PICKLE_BYTES, "bytes of pickle") from error
@@ -226,9 +306,9 @@ class _Decoder:
         self.stack, self.outer, self.memo = [], [], {}
         return value
 
-    def damaged(self, found: str) -> UserError:
+    def damaged(self, found: str) -> _Damaged:
         """Return the refusal of a file that no pickle of torch or Python looks like."""
-        return UserError(
+        return _Damaged(
             f"{self.path}: damaged, cut short, or no checkpoint; got {found} at byte {self.position:,} "
             "of its pickle; fetch the file again"
         )
@@ -280,7 +360,7 @@ class _Decoder:
     def push_int_line(self) -> None:
         line = self.take_line()
         booleans = {b"00": False, b"01": True}
-        self.stack.append(booleans[line] if line in booleans else int(line))
+        self.stack.append(booleans[line] if line in booleans else _read_number(int, line))
 
     def push_text(self, n_length_bytes: int, encoding: str) -> None:
         self.stack.append(self.take(self.take_number(n_length_bytes)).decode(encoding))
@@ -378,7 +458,10 @@ class _Decoder:
         self.push_container(Foreign(full_name))
 
     def take_name(self) -> str:
-        return self.take_line().decode("ascii")
+        name = self.take_line().decode("ascii")
+        if " " in name:  # a sentence that begins with the letter of this instruction
+            raise ValueError("a name that is none")
+        return name
 
     def call_line(self) -> None:
         """Do what Python 2 does for an object of an old class: its name is in the instruction."""
@@ -512,6 +595,17 @@ def _checked_keys(keys: Sequence[Any]) -> Sequence[Any]:
     return keys
 
 
+def _read_number(kind: Callable[[bytes], Any], line: bytes) -> Any:
+    try:
+        return kind(line)
+    except ValueError:
+        raise ValueError("a number that is none") from None
+
+
+def _say(error: Exception) -> str:
+    return "a text that is none" if isinstance(error, UnicodeError) else str(error)
+
+
 _KEY_TYPES = (str, int, bytes, float, bool, type(None))
 _ESCAPE = re.compile(rb"\\(x[0-9a-fA-F]{2}|[\\'\"nrt])")
 
@@ -525,7 +619,7 @@ def _unescape(match: "re.Match[bytes]") -> bytes:
 
 def _too_large(path: Path, limit: int, things: str) -> UserError:
     return UserError(
-        f"{path}: too large for a checkpoint; got more than {limit:,} {things}; nothing was kept of it"
+        f"{path}: too large for a checkpoint; got more than {limit:,} {things}; name another file"
     )
 
 
@@ -544,9 +638,9 @@ _OPCODES: dict[int, Callable[[_Decoder], None]] = {
     0x8A: lambda decoder: decoder.push_int(decoder.take_number(1)),
     0x8B: lambda decoder: decoder.push_int(decoder.take_number(4)),
     ord("I"): lambda decoder: decoder.push_int_line(),
-    ord("L"): lambda decoder: decoder.stack.append(int(decoder.take_line().rstrip(b"L"))),
+    ord("L"): lambda decoder: decoder.stack.append(_read_number(int, decoder.take_line().rstrip(b"L"))),
     ord("G"): lambda decoder: decoder.stack.append(struct.unpack(">d", decoder.take(8))[0]),
-    ord("F"): lambda decoder: decoder.stack.append(float(decoder.take_line())),
+    ord("F"): lambda decoder: decoder.stack.append(_read_number(float, decoder.take_line())),
     # text and bytes, behind their lengths
     0x8C: lambda decoder: decoder.push_text(1, "utf-8"),
     ord("X"): lambda decoder: decoder.push_text(4, "utf-8"),
@@ -581,11 +675,11 @@ _OPCODES: dict[int, Callable[[_Decoder], None]] = {
     0x91: lambda decoder: decoder.push_container(set(_checked_keys(decoder.pop_mark()))),
     0x90: lambda decoder: decoder.extend_set(decoder.pop_mark()),
     # what is remembered
-    ord("p"): lambda decoder: decoder.remember(int(decoder.take_line())),
+    ord("p"): lambda decoder: decoder.remember(_read_number(int, decoder.take_line())),
     ord("q"): lambda decoder: decoder.remember(decoder.take_number(1)),
     ord("r"): lambda decoder: decoder.remember(decoder.take_number(4)),
     0x94: lambda decoder: decoder.remember(len(decoder.memo)),
-    ord("g"): lambda decoder: decoder.stack.append(decoder.memo[int(decoder.take_line())]),
+    ord("g"): lambda decoder: decoder.stack.append(decoder.memo[_read_number(int, decoder.take_line())]),
     ord("h"): lambda decoder: decoder.stack.append(decoder.memo[decoder.take_number(1)]),
     ord("j"): lambda decoder: decoder.stack.append(decoder.memo[decoder.take_number(4)]),
     # names and objects

@@ -22,15 +22,18 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from txlcli import UserError
-from txlcli.config import ModelConfig, SettingError, build_section
+from txlcli.config import LEAVES, Leaf, ModelConfig, SettingError, build_section, shown
 from txlcli.convert.names import Kind, Naming
 from txlcli.convert.pickles import Foreign
-from txlcli.convert.sources import Source, SourceTensor, children, show
+from txlcli.convert.sources import CONFIG_REMEDY, Source, SourceTensor, children, show
 from txlcli.model import clusters_of
 
 T = TypeVar("T")
 
 _LARGEST = 2**53
+# No model of the family comes near it: what is larger is foreign nonsense, and would later ask for memory.
+_LARGEST_SIZE = 10**6
+_LEAVES: Mapping[str, Leaf] = {leaf.name: leaf for leaf in LEAVES if leaf.section == "model"}
 
 # What a file of Hugging Face's class leaves out, its class sets so; tgt_len was a setting of its first years.
 _HUGGINGFACE: Mapping[str, object] = {
@@ -92,7 +95,7 @@ def settings_of(source: Source) -> Settings:
         UserError: one is missing, wrong, or has no place here; or two contradict each other.
     """
     if source.kind == "huggingface":
-        return _huggingface(Given(source.settings, source.place, _HUGGINGFACE))
+        return _huggingface(Given(source.settings, source.place, _HUGGINGFACE, CONFIG_REMEDY))
     given = Given(source.settings, source.place)
     if source.kind == "nvidia":
         return _nvidia(given)
@@ -104,9 +107,13 @@ class Given:
     """Settings as a file has them, checked when they are taken."""
 
     def __init__(
-        self, values: Mapping[str, Any], place: str, defaults: Mapping[str, object] | None = None
+        self,
+        values: Mapping[str, Any],
+        place: str,
+        defaults: Mapping[str, object] | None = None,
+        remedy: str = "take another checkpoint",
     ) -> None:
-        self._values, self.place, self._defaults = values, place, defaults or {}
+        self._values, self.place, self._defaults, self._remedy = values, place, defaults or {}, remedy
 
     def has(self, name: str) -> bool:
         """Whether the file has a setting."""
@@ -118,53 +125,84 @@ class Given:
         Raises:
             UserError: there is none, or it has two names and two values.
         """
-        other = _OTHER_NAMES.get(name, name)
-        found = [self._values[key] for key in dict.fromkeys((name, other)) if key in self._values]
-        if not found and name not in self._defaults:
-            raise UserError(f"{self.place}: has no `{name}`; not a file of the kind that it looks like")
-        if len(found) == 2 and (type(found[0]) is not int or found[0] != found[1]):
-            values = " and ".join(map(show, found))
-            raise self.refuse(f"`{name}` and `{other}` contradict each other; got {values}")
-        return found[0] if found else self._defaults[name]
+        return self._find(name)[1]
 
-    def whole(self, name: str, least: int = 0) -> int:
+    def whole(self, name: str, least: int = 0, most: int = _LARGEST) -> int:
         """Take a whole number."""
-        value = self.take(name)
-        if type(value) is not int or not least <= value <= _LARGEST:
-            raise self.refuse(f"`{name}` must be a whole number of at least {least}; got {show(value)}")
+        key, value = self._find(name)
+        if type(value) is not int or value < least:
+            raise self.wrong(f"`{key}` must be a whole number of at least {least}; got {show(value)}")
+        if value > most:
+            raise self.wrong(f"`{key}` is too large; got {show(value)}, at most {most:,}")
         return value
 
-    def number(self, name: str) -> float:
-        """Take a finite number."""
-        value = self.take(name)
-        if type(value) not in (int, float) or abs(value) > _LARGEST or math.isnan(value):
-            raise self.refuse(f"`{name}` must be a number; got {show(value)}")
+    def size(self, name: str) -> int:
+        """Take a whole number within the bounds of our setting of this name."""
+        leaf = _LEAVES[name]
+        most = _LARGEST_SIZE if leaf.max is None else min(int(leaf.max), _LARGEST_SIZE)
+        return self.whole(name, int(leaf.min or 0), most)
+
+    def number(self, name: str, ours: str = "") -> float:
+        """Take a finite number, within the bounds of our setting if it has one called `ours`."""
+        key, value = self._find(name)
+        leaf = _LEAVES.get(ours)
+        expected = "a number" if leaf is None else leaf.expected
+        most = _LARGEST if leaf is None or leaf.max is None else leaf.max
+        if type(value) not in (int, float) or math.isnan(value) or value < -_LARGEST:
+            raise self.wrong(f"`{key}` must be {expected}; got {show(value)}")
+        if value > most:
+            raise self.wrong(f"`{key}` is too large; got {show(value)}, at most {most:,}")
+        if leaf is not None and not _is_within(leaf, value):
+            raise self.wrong(f"`{key}` must be {expected}; got {show(value)}")
         return float(value)
 
     def flag(self, name: str) -> bool:
         """Take a yes or no."""
         value = self.take(name)
         if type(value) is not bool:
-            raise self.refuse(f"`{name}` must be true or false; got {show(value)}")
+            raise self.wrong(f"`{name}` must be true or false; got {show(value)}")
         return value
 
     def wholes(self, name: str) -> list[int]:
         """Take a list of whole numbers."""
         value = self.take(name)
         if not isinstance(value, (list, tuple)) or not all(type(item) is int for item in value):
-            raise self.refuse(f"`{name}` must be a list of whole numbers; got {show(value)}")
+            raise self.wrong(f"`{name}` must be a list of whole numbers; got {show(value)}")
         return list(value)
 
     def flags(self, name: str) -> list[bool]:
         """Take a list of yes and no."""
         value = self.take(name)
         if not isinstance(value, (list, tuple)) or not all(type(item) is bool for item in value):
-            raise self.refuse(f"`{name}` must be a list of true and false; got {show(value)}")
+            raise self.wrong(f"`{name}` must be a list of true and false; got {show(value)}")
         return list(value)
 
     def refuse(self, text: str) -> UserError:
-        """Return the error for a fault of these settings."""
+        """Return the error for what these settings say and this package has not."""
         return UserError(f"{self.place}: {text}")
+
+    def wrong(self, text: str) -> UserError:
+        """Return the error for a value that no program of the family can have written."""
+        return self.refuse(f"{text}; {self._remedy}")
+
+    def _find(self, name: str) -> tuple[str, Any]:
+        """Find a value under the name that the file has for it."""
+        other = _OTHER_NAMES.get(name, name)
+        found = [(key, self._values[key]) for key in dict.fromkeys((name, other)) if key in self._values]
+        if not found and name not in self._defaults:
+            raise UserError(f"{self.place}: has no `{name}`; not a file of the kind that it looks like")
+        if len(found) == 2 and (type(found[0][1]) is not int or found[0][1] != found[1][1]):
+            values = " and ".join(show(value) for _, value in found)
+            raise self.wrong(f"`{name}` and `{other}` contradict each other; got {values}")
+        return found[0] if found else (name, self._defaults[name])
+
+
+def _is_within(leaf: Leaf, value: float) -> bool:
+    return (
+        (leaf.min is None or value >= leaf.min)
+        and (leaf.above is None or value > leaf.above)
+        and (leaf.below is None or value < leaf.below)
+    )
 
 
 def _huggingface(given: Given) -> Settings:
@@ -181,9 +219,9 @@ def _huggingface(given: Given) -> Settings:
         is_tied=True if tied is None else given.flag(tied),
         ties=ties,
         untie_r=given.flag("untie_r"),
-        norm_eps=given.number("layer_norm_epsilon"),
-        init_std=given.number("init_std"),
-        proj_init_std=given.number("proj_init_std"),
+        norm_eps=given.number("layer_norm_epsilon", "norm_eps"),
+        init_std=given.number("init_std", "init_std"),
+        proj_init_std=given.number("proj_init_std", "proj_init_std"),
         notices=[]
         if given.has("tgt_len")
         else [f"{given.place}: has no tgt_len; took segments of {_HUGGINGFACE['tgt_len']} tokens"],
@@ -270,7 +308,7 @@ def _authors(top: Given, source: Source) -> Settings:
         cutoffs=cutoffs[:-1],
         is_tied=all(tables),
         ties=ties,
-        norm_eps=_common(norms, "eps", Given.number),
+        norm_eps=_common(norms, "eps", lambda norm, name: norm.number(name, "norm_eps")),
         notices=notices,
     )
 
@@ -309,9 +347,9 @@ def _settings(
         values["clamp_len"] = given.whole("clamp_len")
     n_clusters = len(cutoffs) + 1
     ties = (*ties, *(False,) * n_clusters)[:n_clusters]
-    values |= {name: given.whole(name) for name in _SAME} | {
-        "dropout": given.number("dropout"),
-        "dropatt": given.number("dropatt"),
+    values |= {name: given.size(name) for name in _SAME} | {
+        "dropout": given.number("dropout", "dropout"),
+        "dropatt": given.number("dropatt", "dropatt"),
         "cutoffs": list(cutoffs),
         "tied": is_tied,
         "untie_r": untie_r,
@@ -398,7 +436,7 @@ def _check_relu(feedforward: Given) -> None:
     steps = [child.name.rpartition(".")[2] for child in children(_child_of(feedforward, "CoreNet")).values()]
     if steps != ["Linear", "ReLU", "Dropout", "Linear", "Dropout"]:
         raise feedforward.refuse(
-            f"CoreNet must be Linear, ReLU, Dropout, Linear, Dropout; got {show(', '.join(steps))}"
+            f"CoreNet must be Linear, ReLU, Dropout, Linear, Dropout; got {shown(', '.join(steps))}"
         )
 
 

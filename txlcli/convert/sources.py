@@ -9,6 +9,7 @@ A file is told by its content, a folder by the names in it. No number of a tenso
 """
 
 import itertools
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from txlcli.checkpoint import open_tensors
 from txlcli.config import shown
 from txlcli.convert.archive import StoredTensor
 from txlcli.convert.names import Kind
-from txlcli.convert.pickles import Foreign, read_pickled
+from txlcli.convert.pickles import Foreign, open_or_advise, read_pickled
 from txlcli.convert.vocabulary import read_vocab
 from txlcli.files import describe_error, is_folder, look_at, read_bounded
 from txlcli.run import parse_json
@@ -114,7 +115,11 @@ def open_source(path: Path, vocab: Path | None = None) -> Source:
     Raises:
         UserError: it is none of the known kinds, or damaged, or holds what is not allowed.
     """
-    if look_at(path) is None:
+    try:
+        status = look_at(path)
+    except UserError as error:
+        raise UserError(f"{error}; {_READABLE}") from error
+    if status is None:
         raise UserError(f"{path}: no such file or folder; name a checkpoint to convert")
     notices: list[str] = []
     file = _choose_file(path, notices) if is_folder(path) else path
@@ -122,7 +127,7 @@ def open_source(path: Path, vocab: Path | None = None) -> Source:
         file = _choose_file(file.parent, notices)
     if file.suffix == ".safetensors":
         return _huggingface(file, _read_safetensors(file), vocab, notices)
-    content = read_pickled(file)
+    content = read_pickled(file, _EXPECTED)
     if isinstance(content, Foreign) and content.name.rpartition(".")[2] == "MemTransformerLM":
         return _authors(file, content, vocab, notices)
     if isinstance(content, dict) and {"model_config", "model_state"} <= content.keys():
@@ -138,12 +143,21 @@ _EXPECTED = (
 )
 
 
+_READABLE = "name a checkpoint that you may read"
+
+
+def is_usual_name(name: str) -> bool:
+    """Whether a file's name is that of any checkpoint of its kind, so that its folder's name says more."""
+    usual = (_CONFIG, *_HUGGINGFACE_WEIGHTS, _AUTHORS_WEIGHTS)
+    return name in usual or _nvidia_rank(name) is not None
+
+
 def _choose_file(folder: Path, notices: list[str]) -> Path:
     """Choose the file of weights of a folder by the names in it."""
     try:
         names = {entry.name for entry in folder.iterdir()}
     except OSError as error:
-        raise UserError(f"{folder}: cannot be read; {describe_error(error)}") from error
+        raise UserError(f"{folder}: cannot be read; {describe_error(error)}; {_READABLE}") from error
     if "config.yaml" in names:
         raise UserError(f"{folder}: is a run of txl already; use it with --run or --init")
     found: list[list[str]] = []
@@ -189,15 +203,17 @@ def _what_is_missing(names: set[str]) -> str:
 
 def _describe(content: object) -> str:
     if isinstance(content, Foreign):
-        return f"holds a {show(content.name)}"
+        return f"holds a {shown(content.name)}"
     if isinstance(content, dict):
-        keys = ", ".join(map(show, itertools.islice(content, 4)))
+        keys = ", ".join(map(shown, itertools.islice(content, 4)))
         return f"holds a dict of {keys or 'nothing'}"
     return f"holds {show(content)}"
 
 
 def show(value: object) -> str:
     """Return a stranger's value on one short line; of one that holds others not more than its type."""
+    if isinstance(value, str):
+        return f'"{shown(value)}"'
     if isinstance(value, (list, tuple)) and len(value) <= 20 and all(map(_is_plain, value)):
         return shown([*value])
     return shown(value) if _is_plain(value) else f"a {type(value).__name__}"
@@ -205,6 +221,9 @@ def show(value: object) -> str:
 
 def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
+
+
+CONFIG_REMEDY = "put the checkpoint's own config.json there"
 
 
 def _huggingface(
@@ -216,10 +235,15 @@ def _huggingface(
             f"{file}: holds weights without settings; Hugging Face's config.json must lie beside it, "
             "and the authors' model.pt holds a module"
         )
-    settings = parse_json(read_bounded(config, _CONFIG_LIMIT_BYTES), config)
+    try:
+        settings = parse_json(read_bounded(config, _CONFIG_LIMIT_BYTES), config)
+    except UserError as error:
+        raise UserError(f"{error}; {CONFIG_REMEDY}") from error
     model_type = settings.get("model_type", "transfo-xl")
     if model_type != "transfo-xl":
-        raise UserError(f"{config}: model_type must be transfo-xl; got {show(model_type)}")
+        raise UserError(
+            f"{config}: model_type must be transfo-xl; got {show(model_type)}; name a TransfoXL checkpoint"
+        )
     vocabulary, place = _read_vocabulary(vocab, [file.with_name(name) for name in _HUGGINGFACE_VOCABULARIES])
     return Source(
         kind="huggingface",
@@ -252,10 +276,14 @@ def _authors(file: Path, module: Foreign, vocab: Path | None, notices: list[str]
 def _nvidia(file: Path, content: Mapping[str, Any], vocab: Path | None, notices: list[str]) -> Source:
     settings, tensors = content["model_config"], content["model_state"]
     if not isinstance(settings, dict) or not isinstance(tensors, dict) or not _are_tensors(tensors):
-        raise UserError(f"{file}: `model_config` and `model_state` must be dicts of settings and tensors")
+        raise UserError(
+            f"{file}: `model_config` and `model_state` must be dicts of settings and tensors; {_EXPECTED}"
+        )
     step = content.get("train_step")
     if type(step) is not int or not 0 <= step < 10**18:
-        raise UserError(f"{file}: train_step must be a whole number; got {show(step)}")
+        raise UserError(
+            f"{file}: train_step must be a whole number; got {show(step)}; take another checkpoint"
+        )
     vocabulary, place = _read_vocabulary(vocab, [])
     return Source(
         kind="nvidia",
@@ -280,13 +308,14 @@ def _read_vocabulary(given: Path | None, usual: list[Path]) -> tuple[object, str
 
 def _read_safetensors(path: Path) -> dict[str, SafeTensor]:
     tensors = {}
+    os.close(open_or_advise(path, _EXPECTED))
     with _open(path) as file:
         for name in file.keys():  # noqa: SIM118
             stored = file.get_slice(name)
             dtype = stored.get_dtype()
             if dtype not in _DTYPES:
                 raise UserError(
-                    f"{path}: `{show(name)}` must be of {', '.join(_DTYPES)}; got {dtype}; no weights"
+                    f"{path}: `{shown(name)}` must be of {', '.join(_DTYPES)}; got {dtype}; no weights"
                 )
             tensors[name] = SafeTensor(path, name, _DTYPES[dtype], tuple(stored.get_shape()))
     return tensors
@@ -316,7 +345,7 @@ def _tensors_of(path: Path, module: Foreign, prefix: str = "") -> Iterator[tuple
                 yield f"{prefix}{name}", value
             elif value is not None:
                 raise UserError(
-                    f"{path}: `{show(f'{prefix}{name}')}` must be a tensor; it {_describe(value)}"
+                    f"{path}: `{shown(f'{prefix}{name}')}` must be a tensor; it {_describe(value)}"
                 )
     for name, child in children(module).items():
         yield from _tensors_of(path, child, f"{prefix}{name}.")

@@ -24,12 +24,14 @@ from typing import Any
 from txlcli import UserError
 from txlcli.convert.pickles import Foreign, read_pickled
 from txlcli.files import read_bounded
+from txlcli.run import json_fault
 from txlcli.tokenizer import MAX_VOCAB, CorpusWordTokenizer, TableTokenizer, Tokenizer
 
 EOS, SENTENCE = "<eos>", "<S>"
 UNKNOWNS = ("<unk>", "<UNK>")
 
 _LARGEST_FILE_BYTES = 2**28
+_COUNT = re.compile(r"-?[0-9]+(\.[0-9]*)?", re.ASCII)
 _DECIMAL = re.compile(r"0|[1-9][0-9]{0,2}", re.ASCII)
 _REMEDY = "name the model's own with --vocab FILE"
 
@@ -61,26 +63,43 @@ def read_vocab(path: Path) -> object:
     """
     if path.suffix == ".json":
         try:
-            return json.loads(read_bounded(path, _LARGEST_FILE_BYTES))
+            return json.loads(_read_bytes(path))
         except (ValueError, RecursionError) as error:
-            reason = "nested too deep" if isinstance(error, RecursionError) else str(error)
-            raise UserError(f"{path}: not JSON; {reason}; {_REMEDY}") from None
+            raise UserError(f"{path}: not JSON; {json_fault(error)}; {_REMEDY}") from None
     if path.suffix == ".txt":
         return _read_lines(path)
-    return read_pickled(path)
+    return read_pickled(path, _REMEDY)
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return read_bounded(path, _LARGEST_FILE_BYTES)
+    except UserError as error:
+        raise UserError(f"{error}; {_REMEDY}") from error
 
 
 def _read_lines(path: Path) -> list[str]:
-    """Take the first word of each line, once each; what else stands there may be its count."""
+    """Take the symbol of each line; a number behind it is its count."""
     try:
-        text = read_bounded(path, _LARGEST_FILE_BYTES).decode("utf-8-sig")
+        text = _read_bytes(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not utf-8 at byte {error.start}; {_REMEDY}") from None
+        raise UserError(f"{path}: not UTF-8 at byte {error.start:,}; {_REMEDY}") from None
     lines = re.split("\r\n|\r|\n", text.rstrip())
+    first: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            raise UserError(f"{path}: expected a symbol on each line; got none on line {number}; {_REMEDY}")
-    return list(dict.fromkeys(line.split()[0] for line in lines))
+        symbol, *others = line.split() or [""]
+        if not symbol or len(others) > 1 or not all(map(_COUNT.fullmatch, others)):
+            found = f"{line.strip()!r:.40}" if symbol else "none"
+            raise UserError(
+                f"{path}: expected a symbol on each line, or one and its count; got {found} on line "
+                f"{number:,}; {_REMEDY}"
+            )
+        if first.setdefault(symbol, number) != number:
+            raise UserError(
+                f"{path}: expected each symbol on one line; got {symbol!r:.40} on lines {first[symbol]:,} "
+                f"and {number:,}; leave one of them out, or {_REMEDY}"
+            )
+    return list(first)
 
 
 def vocabulary_of(foreign_vocab: object, path: str, n_token: int) -> Vocabulary:
@@ -106,7 +125,9 @@ def vocabulary_of(foreign_vocab: object, path: str, n_token: int) -> Vocabulary:
     if delimiter is not None:
         return _without_text(f"{path} cuts lines at {delimiter!r:.20}, not at white space")
     symbols = _symbols(attributes, path, n_token)
-    is_lowered = attributes.get("lower_case") is True
+    is_lowered = attributes.get("lower_case", False)
+    if type(is_lowered) is not bool:
+        raise UserError(f"{path}: `lower_case` must be true or false; got {is_lowered!r:.40}; {_REMEDY}")
     has_numbers = all(_DECIMAL.fullmatch(symbol) and int(symbol) < 256 for symbol in symbols)
     if has_numbers and max(map(len, symbols)) > 1:
         return _table("byte", [int(symbol) for symbol in symbols], is_lowered=False)
@@ -172,9 +193,10 @@ def _symbols(attributes: Mapping[str, Any], path: str, n_token: int) -> list[str
     if isinstance(ids, Mapping):
         for symbol, id in ids.items():
             if first.get(symbol) != id:
+                at = f"{first[symbol]}" if symbol in first else "none"
                 raise UserError(
                     f"{path}: `sym2idx` and `idx2sym` contradict each other; "
-                    f"{symbol!r:.40} has id {id!r:.20} and is at {first.get(symbol)}; {_REMEDY}"
+                    f"{symbol!r:.40} has id {id!r:.20} in the first and {at} in the second; {_REMEDY}"
                 )
     return symbols
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from txlcli import UserError
 from txlcli.checkpoint import least_numbers
+from txlcli.config import shown
 from txlcli.convert.names import Piece, Rows, Shape
 from txlcli.convert.settings import Settings
-from txlcli.convert.sources import Source, show
+from txlcli.convert.sources import Source
 from txlcli.files import look_at
 from txlcli.model import TransformerXL
 
@@ -161,7 +162,7 @@ def match(source: Source, settings: Settings) -> Matched:
     names = {name for group in groups for name in (group.name, *group.duplicates)}
     left = sorted(source.tensors.keys() - names - set(dropped))
     if left:
-        listed = ", ".join(f"`{show(name)}`" for name in left[:3])
+        listed = ", ".join(f"`{shown(name)}`" for name in left[:3])
         raise UserError(
             f"{source.path}: {len(left):,} of its tensors have no place in the model that {source.place} "
             f"describes; {listed}{', ...' if len(left) > 3 else ''}; not converted"
@@ -195,7 +196,9 @@ def _check(source: Source, name: str, shape: Shape) -> None:
             f"expected {list(shape)}; not converted"
         )
     if not tensor.dtype.is_floating_point:
-        raise UserError(f"{source.path}: `{name}` must hold floating point numbers; got {tensor.dtype}")
+        raise UserError(
+            f"{source.path}: `{name}` must hold floating point numbers; got {tensor.dtype}; not converted"
+        )
 
 
 def _check_layers(source: Source, settings: Settings) -> None:
@@ -224,7 +227,7 @@ def _check_claim(source: Source, names: Sequence[str]) -> None:
     if claim > _size(source):
         raise UserError(
             f"{source.path}: its tensors claim {claim:,} bytes, more than the file's {_size(source):,}; "
-            "damaged"
+            "damaged; fetch the file again"
         )
 
 

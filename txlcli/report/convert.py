@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from txlcli.report.screen import results_table
-from txlcli.report.text import count_text
+from txlcli.report.text import count_text, one_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -138,8 +138,8 @@ def converted_facts(converted: "Converted") -> list[tuple[str, str]]:
         place += " · one more after the last layer" if model.final_norm else " · none after the last layer"
     step = f" · step {converted.step:,}" if converted.step else ""
     return [
-        ("source", f"{converted.source} · {MAKERS[converted.kind]}{step}"),
-        ("run", f"{converted.run.folder} · {count_text(converted.n_parameters)} weights"),
+        ("source", f"{one_line(str(converted.source))} · {MAKERS[converted.kind]}{step}"),
+        ("run", f"{one_line(str(converted.run.folder))} · {count_text(converted.n_parameters)} weights"),
         ("memory", f"{starts[model.memory_start]} · mem_len {model.mem_len:,} · tgt_len {model.tgt_len:,}"),
         ("keys", f"a query sees {keys[model.same_length]} · same_length {model.same_length}"),
         ("distances", clamp),
