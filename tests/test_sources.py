@@ -8,6 +8,7 @@ import lzma
 import os
 import re
 import sys
+import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -734,6 +735,19 @@ def test_packing_is_told_by_content_and_said(tmp_path: Path) -> None:
     assert kept.notices == ()
     with pytest.raises(UserError, match=rf"^{re.escape(packed)}: not utf-8 at byte 1, line 1; got 0x8b"):
         run_survey(find_corpus([packed], packed="keep"))
+
+
+def test_an_archive_of_files_is_no_text(tmp_path: Path) -> None:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        archive.addfile(tarfile.TarInfo("a.txt"))
+    name = write(tmp_path, packed.getvalue())
+    with pytest.raises(UserError) as caught:
+        find_corpus([name])
+    assert str(caught.value) == f"{name}: is a tar archive; extract it and give the folder"
+    assert find_corpus([name], raw=True).n_bytes == 10240
+    write(tmp_path, b"text", "b.txt")
+    assert find_corpus([str(tmp_path)]).notices == (f"{name} (is a tar archive): skipped",)
 
 
 def test_the_place_in_a_packed_file_is_one_of_what_it_holds(tmp_path: Path) -> None:

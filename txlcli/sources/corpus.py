@@ -375,6 +375,8 @@ def _open_source(name: str, path: Path, rules: _Rules) -> Generator[Progress, No
         raise UserError(f"{name!r}: cannot be read; {files.describe_error(error)}") from error
     if not head:
         raise UserError(f"{printable(name)}: is empty; give a file with some text")
+    if not rules.raw and head[257:262] == b"ustar":
+        raise UserError(f"{printable(name)}: is a tar archive; extract it and give the folder")
     settled, n_mark = _settle_codec(head, rules.codec)
     source = Source(
         name=printable(name),
