@@ -38,6 +38,7 @@ CONFINED = {
     "safetensors": {"checkpoint"},
     "sentencepiece": {"tokenizer"},
     "sacremoses": {"tokenizer"},
+    "zstandard": {"sources"},
     "typer": {"cli"},
     "click": {"cli"},
     "rich": {"report", "cli"},
@@ -122,6 +123,7 @@ def test_third_party_packages_stay_where_they_belong() -> None:
         at_import = third_party(path, only_at_import=True)
         assert "sentencepiece" not in at_import, f"{path} loads sentencepiece before it is needed"
         assert "sacremoses" not in at_import, f"{path} loads sacremoses, maybe absent"
+        assert "zstandard" not in at_import, f"{path} loads zstandard, maybe absent"
         assert "triton" not in at_import or path.stem == "kernels", f"{path} loads triton, maybe absent"
         assert noun(path) not in WITHOUT_TORCH or "torch" not in at_import, f"{path} loads torch"
 

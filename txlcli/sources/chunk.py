@@ -53,13 +53,15 @@ def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
     if len(chunks) == 1:
         return chunks[0]
     starts = np.cumsum([0, *(len(chunk.text) for chunk in chunks[:-1])])
-    ends = [None if chunk.document_ends is None else chunk.document_ends for chunk in chunks]
+    ends = [chunk.document_ends for chunk in chunks]
+    # Of those without text it is not known whether sizes were asked for.
+    full = [chunk for chunk in chunks if chunk.text] or chunks
     return Chunk(
         text=b"".join(chunk.text for chunk in chunks),
-        sizes=_concatenate([chunk.sizes for chunk in chunks]),
+        sizes=_concatenate([chunk.sizes for chunk in full]),
         source_bytes=sum(chunk.source_bytes for chunk in chunks),
         n_replaced=sum(chunk.n_replaced for chunk in chunks),
-        left_out=_concatenate([chunk.left_out for chunk in chunks]),
+        left_out=_concatenate([chunk.left_out for chunk in full]),
         document_ends=_concatenate(
             [None if some is None else start + some for start, some in zip(starts, ends, strict=True)]
         ),

@@ -28,6 +28,10 @@ Spaces: TypeAlias = Literal["keep", "underscore"]
 _P = ParamSpec("_P")
 
 
+# Reasons to skip something that hardly anybody meant.
+_UNMEANT = ("hidden", "excluded", "not included", "held out", "a run", "a link to a folder", "is empty")
+
+
 @dataclass(frozen=True)
 class Progress:
     """How far a pass over files is, in their bytes; `total_bytes` 0: not known."""
@@ -124,7 +128,10 @@ class Corpus:
         """What a user should know about the choice of files, one line each."""
         marked = [source.name for source in self.sources if source.n_mark]
         packed = [f"{source.name} ({source.packing})" for source in self.sources if source.packing != "none"]
-        left = [f"{printable(str(path))} ({why})" for path, why in self.skipped]
+        # What may have been meant comes first, since only some are named.
+        unmeant = [one for one in self.skipped if one[1] in _UNMEANT]
+        skipped = [one for one in self.skipped if one[1] not in _UNMEANT] + unmeant
+        left = [f"{printable(str(path))} ({why})" for path, why in skipped]
         told = (
             (marked, "the leading byte-order mark is no text and is dropped"),
             (
@@ -368,6 +375,8 @@ def _open_source(name: str, path: Path, rules: _Rules) -> Generator[Progress, No
         raise UserError(f"{name!r}: cannot be read; {files.describe_error(error)}") from error
     if not head:
         raise UserError(f"{printable(name)}: is empty; give a file with some text")
+    if not rules.raw and head[257:262] == b"ustar":
+        raise UserError(f"{printable(name)}: is a tar archive; extract it and give the folder")
     settled, n_mark = _settle_codec(head, rules.codec)
     source = Source(
         name=printable(name),

@@ -86,7 +86,7 @@ def read_documents(
     sized = sized or corpus.newlines == "drop"
     if not corpus.has_documents:
         return _read_files(corpus, start, stop, sized, watch)
-    return settle(_read_files(corpus, start, stop, sized, watch))
+    return settle(_gather(_read_files(corpus, start, stop, sized, watch)))
 
 
 def by_conventions(corpus: Corpus, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
@@ -138,25 +138,24 @@ def _gather(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
 
 
 def _without_newlines(chunks: Iterable[Chunk], spaces: Spaces) -> Iterator[Chunk]:
-    waiting = 0  # left out since the last byte of text
+    n_waiting = 0  # left out since the last byte of text
     for chunk in chunks:
         assert chunk.sizes is not None
-        is_kept = np.frombuffer(chunk.text, dtype=np.uint8) != ord("\n")
-        before = waiting + np.cumsum(np.where(is_kept, 0, chunk.sizes), dtype=np.int64)
-        left_out = np.diff(before[is_kept], prepend=0)
-        waiting = (int(before[-1]) if len(before) else waiting) - int(left_out.sum())
-        ends = chunk.document_ends
-        if ends is not None:
-            ends = np.append(0, np.cumsum(is_kept))[ends]
-        if len(left_out) or ends is not None:
-            sizes = chunk.sizes[is_kept]
+        newlines = np.flatnonzero(np.frombuffer(chunk.text, dtype=np.uint8) == ord("\n"))
+        n_kept = len(chunk.text) - len(newlines)
+        left_out = np.zeros(n_kept + 1, dtype=np.int64)
+        np.add.at(left_out, newlines - np.arange(len(newlines)), chunk.sizes[newlines])
+        left_out[0] += n_waiting
+        n_waiting = int(left_out[-1])
+        ends, end_sizes = chunk.document_ends, chunk.end_sizes
+        if n_kept or ends is not None:
+            sizes = np.delete(chunk.sizes, newlines)
             yield chunk._replace(
                 text=convert(chunk.text, "drop", spaces),
                 sizes=sizes,
-                source_bytes=int(sizes.sum())
-                + (0 if chunk.end_sizes is None else int(chunk.end_sizes.sum())),
-                left_out=left_out,
-                document_ends=ends,
+                source_bytes=int(sizes.sum()) + (0 if end_sizes is None else int(end_sizes.sum())),
+                left_out=left_out[:-1],
+                document_ends=None if ends is None else ends - np.searchsorted(newlines, ends),
             )
 
 

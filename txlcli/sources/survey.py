@@ -117,6 +117,14 @@ class _Tally:
 
 
 def _count_characters(text: bytes, counts: npt.NDArray[np.int64]) -> None:
+    if text.isascii():
+        # Pairs of bytes are counted twice as fast as bytes.
+        pairs = np.bincount(np.frombuffer(text[: len(text) & -2], dtype=np.uint16), minlength=1 << 16)
+        both = pairs.reshape(256, 256)
+        counts[:256] += both.sum(axis=0) + both.sum(axis=1)
+        if len(text) % 2:
+            counts[text[-1]] += 1
+        return
     some = np.bincount(code_points(text))
     counts[: len(some)] += some
 
