@@ -1,10 +1,10 @@
 """Encoding on all processors: processes that do with pieces of text what `encode` does, in order.
 
 A worker loads the tokenizer from its files and does not import torch. Pieces come through its standard input
-and what they have become leaves through its standard output. A message is a JSON text, which says what follows,
-and then the bytes of each array, each with its length before it. A worker hears no signals, since Ctrl-C goes
-to all processes of a terminal and the one that reads the text decides; it ends when its input does, which is
-also when that one is killed.
+and what they have become leaves through its standard output. A message is a JSON text, which says what
+follows, and then the bytes of each array, each with its length before it. A worker hears no signals, since
+Ctrl-C goes to all processes of a terminal and the one that reads the text decides. It ends when its input
+does, which is also when that one is killed.
 """
 
 import json
