@@ -52,6 +52,8 @@ from txlcli.sources import (
 )
 from txlcli.tokenizer import Ids, Tokenizer, build_tokenizer
 
+# By its name it is a function.
+PREPARE = sys.modules["txlcli.data.prepare"]
 SHORT = ["a", "é", "紅", "🐙", " ", "\n", "\u3000", "bc", "\r\n", "\0"]
 
 
@@ -388,14 +390,16 @@ def test_too_few_tokens_for_a_batch_are_refused(tmp_path: Path) -> None:
     parts=st.lists(st.sampled_from(SHORT), min_size=12, max_size=60),
     kind=st.sampled_from(["byte", "char", "word", "eos"]),
     chunk=st.integers(1, 9),
+    counted=st.integers(1, 9),
 )
 def test_the_store_holds_the_text_whatever_the_chunks(
-    tmp_path_factory: pytest.TempPathFactory, parts: list[str], kind: str, chunk: int
+    tmp_path_factory: pytest.TempPathFactory, parts: list[str], kind: str, chunk: int, counted: int
 ) -> None:
     folder = tmp_path_factory.getbasetemp()
     data = ("a b " + "".join(parts)).encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(read, "CHUNK_BYTES", chunk)
+        patch.setattr(PREPARE, "COUNTED_BYTES", counted)
         store = store_text(
             folder, data, "word" if kind == "eos" else kind, newlines="eos" if kind == "eos" else "keep"
         )
@@ -431,6 +435,7 @@ def test_the_store_holds_the_text_whatever_the_chunks(
     spaces=st.sampled_from(["keep", "underscore"]),
     encoding=st.sampled_from(["utf-8", "utf-16-le"]),
     chunk=st.integers(1, 9),
+    counted=st.integers(1, 9),
 )
 def test_dropped_newlines_are_not_scored_and_keep_their_place(
     tmp_path_factory: pytest.TempPathFactory,
@@ -439,12 +444,14 @@ def test_dropped_newlines_are_not_scored_and_keep_their_place(
     spaces: Spaces,
     encoding: str,
     chunk: int,
+    counted: int,
 ) -> None:
     folder = tmp_path_factory.getbasetemp()
     encoding = "utf-8" if kind == "byte" else encoding
     data = ("a b " + "".join(parts) + "bcd\n").encode(encoding)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(read, "CHUNK_BYTES", chunk)
+        patch.setattr(PREPARE, "COUNTED_BYTES", counted)
         store = store_text(folder, data, kind, encoding=encoding, newlines="drop", spaces=spaces)
     split_at = store.info.split_at
     training, held_out = data[:split_at].decode(encoding), data[split_at:].decode(encoding)
@@ -899,11 +906,8 @@ def test_the_end_of_a_document_follows_it_whatever_the_chunks(
     for some in ([], cuts):
         chunks = [*cut_documents(texts, some, n_end)]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                sys.modules["txlcli.data.prepare"],
-                "read_chunks",
-                lambda *_, chunks=chunks, **__: iter(chunks),
-            )
+            patch.setattr(PREPARE, "read_chunks", lambda *_, chunks=chunks, **__: iter(chunks))
+            patch.setattr(PREPARE, "COUNTED_BYTES", 5 if some else 1000)
             shutil.rmtree(folder / "data", ignore_errors=True)
             info = run_all(encode_text(corpus, tokenizer, folder, least_tokens=1)).info.splits["test"]
         with open_counts(folder, "test") as counts:
@@ -937,7 +941,7 @@ def test_every_nth_document_may_be_held_out(tmp_path: Path, monkeypatch: pytest.
         assert (start, stop) == (0, corpus.n_bytes)
         return cut_documents(parts.get(part, texts), [5, 40], 0)
 
-    monkeypatch.setattr(sys.modules["txlcli.data.prepare"], "read_chunks", read_chunks)
+    monkeypatch.setattr(PREPARE, "read_chunks", read_chunks)
     plain = build_tokenizer("byte", vocab_size=None, text=lambda: iter(()), n_bytes=0, seed=0)
     tokenizer: Any = WithDocuments(plain)
     info = run_all(prepare(corpus, tokenizer, tmp_path, split_at=corpus.n_bytes)).info

@@ -12,6 +12,10 @@ from txlcli.data.store import smallest_dtype
 from txlcli.sources import Chunk, Corpus, character_ends, code_points
 from txlcli.tokenizer import Ids, Tokenizer
 
+# Counting takes some fifty times this.
+COUNTED_BYTES = 1 << 18
+# In bytes of UTF-8.
+LONGEST_CHARACTER = 4
 # Each symbol is a unit of these vocabularies, so that documents need not be encoded one by one.
 SYMBOLS = ("byte", "char")
 
@@ -91,6 +95,38 @@ class Encoded(NamedTuple):
     counts: npt.NDArray[np.unsignedinteger[Any]] | None = None
     gaps: npt.NDArray[np.int64] | None = None
     n_left_out: int = 0
+
+
+def cut_chunk(chunk: Chunk, n_bytes: int) -> Iterator[Chunk]:
+    """Cut a chunk, whose sizes are known, at characters about every `n_bytes`."""
+    start, text, sizes = 0, chunk.text, chunk.sizes
+    if len(text) <= n_bytes or sizes is None:
+        yield chunk
+        return
+    ends, end_sizes = getattr(chunk, "document_ends", None), getattr(chunk, "end_sizes", None)
+    while start < len(text):
+        stop = min(start + max(n_bytes, LONGEST_CHARACTER), len(text))
+        if stop < len(text):
+            # Bytes that are no text may have no character's start among these.
+            nearest = range(stop, stop - LONGEST_CHARACTER, -1)
+            stop = next((place for place in nearest if text[place] & 0xC0 != 0x80), stop)
+        more: dict[str, Any] = {}
+        source_bytes = int(sizes[start:stop].sum())
+        if ends is not None and end_sizes is not None:
+            is_here = (ends > start) & (ends <= stop)
+            source_bytes += int(end_sizes[is_here].sum())
+            more = {"document_ends": ends[is_here] - start, "end_sizes": end_sizes[is_here]}
+        if stop < len(text) and hasattr(chunk, "skipped_bytes"):
+            more["skipped_bytes"] = 0
+        yield chunk._replace(
+            text=text[start:stop],
+            sizes=sizes[start:stop],
+            source_bytes=source_bytes,
+            n_replaced=chunk.n_replaced if stop == len(text) else 0,
+            left_out=None if chunk.left_out is None else chunk.left_out[start:stop],
+            **more,
+        )
+        start = stop
 
 
 def whole_units(tokenizer: Tokenizer, chunks: Iterator[Chunk]) -> Iterator[Piece]:

@@ -11,7 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from txlcli import UserError, files
-from txlcli.data.encoding import Encoded, Piece, Rules, cut_units, encode, whole_units
+from txlcli.data.encoding import (
+    COUNTED_BYTES,
+    Encoded,
+    Piece,
+    Rules,
+    cut_chunk,
+    cut_units,
+    encode,
+    whole_units,
+)
 from txlcli.data.origin import Hashing, Origin
 from txlcli.data.store import Split, SplitInfo, StoreInfo, smallest_dtype, write_store_info
 from txlcli.data.workers import Workers, worker_count
@@ -255,7 +264,7 @@ def _encode_part(
         nonlocal n_replaced
         for chunk in part.chunks(sized=is_counted):
             n_replaced += chunk.n_replaced
-            yield chunk
+            yield from cut_chunk(chunk, COUNTED_BYTES) if is_counted else (chunk,)
 
     yield Progress(f"encoding {part.split}", 0, total)
     with ExitStack() as stack:

@@ -24,7 +24,8 @@ def run_on(machine: MachineConfig) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(is_deterministic)
+        if machine.deterministic:  # else it would load torch's compiler, which takes a second
+            torch.use_deterministic_algorithms(is_deterministic)
 
 
 def scoring_precision(device: torch.device, precision: Precision) -> Precision:

@@ -1,5 +1,6 @@
 """The learning-rate curve, and which optimizer moves which weights."""
 
+import inspect
 import math
 from collections.abc import Iterable, Sequence
 
@@ -82,6 +83,7 @@ def build_optimizers(model: nn.Module, optim: OptimConfig) -> dict[str, Optimize
     Raises:
         UserError: Muon is asked for and this torch has none.
     """
+    _leave_compiler_alone()
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     decay = optim.weight_decay
     if optim.optimizer != "muon":
@@ -112,6 +114,29 @@ def _elementwise(kind: str, named: Sequence[tuple[str, nn.Parameter]], decay: fl
     optimizers = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
     optimizer: Optimizer = optimizers[kind](groups, lr=0.0, fused=is_fused)
     return optimizer
+
+
+def _leave_compiler_alone() -> None:
+    """Keep torch from loading its compiler for an optimizer, which takes a second and is of no use here.
+
+    It does so to keep some methods out of what is compiled, unless it finds on them that this is done.
+    Nothing here compiles an optimizer.
+    """
+    for name in dir(Optimizer):
+        method = getattr(Optimizer, name)
+        bare = inspect.unwrap(method) if inspect.isfunction(method) else method
+        if bare is not method and not hasattr(bare, "__dynamo_disable"):
+            setattr(bare, "__dynamo_disable", bare)  # torch's own, which nobody declares
+
+
+def move(optimizers: Iterable[Optimizer]) -> None:
+    """Let each optimizer move its weights along their gradients.
+
+    As its `step`, but for the same reason without what that is wrapped in.
+    """
+    with torch.no_grad():
+        for optimizer in optimizers:
+            inspect.unwrap(type(optimizer).step)(optimizer)
 
 
 def set_learning_rate(optimizers: Iterable[Optimizer], rate: float) -> None:

@@ -35,7 +35,7 @@ from txlcli.model import Memory, TransformerXL
 from txlcli.positions import AbsoluteSinusoids
 from txlcli.train.compiled import Forward, Shape, compile_forward, quietly, reason
 from txlcli.train.machine import is_out_of_memory
-from txlcli.train.optim import build_optimizers, set_learning_rate
+from txlcli.train.optim import build_optimizers, move, set_learning_rate
 
 
 @dataclass
@@ -346,8 +346,7 @@ def optimize(state: TrainState, *, rate: float, clip: float) -> StepResult:
         fault = "the gradient norm is not finite"
         is_overflow = state.scaler is not None
     if fault is None:
-        for optimizer in optimizers:
-            optimizer.step()
+        move(optimizers)
     if state.scaler is not None:
         state.scaler.update()
     state.memory = memory
