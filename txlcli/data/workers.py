@@ -13,13 +13,13 @@ import queue
 import signal
 import subprocess
 import sys
-import threading
 import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 
@@ -69,13 +69,13 @@ class Workers:
     """
 
     def __init__(self, n_workers: int, folder: Path, rules: Rules) -> None:
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._arguments = [
-            str(folder),
-            json.dumps(rules._asdict()),
-            *(path or str(Path.cwd()) for path in sys.path),
-        ]
         self._n_workers = n_workers
+        self._processes: list[subprocess.Popen[bytes]] = []
+        paths = [path or str(Path.cwd()) for path in sys.path]
+        self._command = [sys.executable, "-c", _CODE, str(folder), json.dumps(rules._asdict()), *paths]
+        self._idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
+        # A thread waits for each, so that none of them waits for another, nor for who reads the text.
+        self._threads = ThreadPoolExecutor(n_workers)
 
     def __enter__(self) -> "Workers":
         try:
@@ -104,21 +104,20 @@ class Workers:
             OutsideVocabulary: without a place, which is found by reading again.
             UserError: a worker was killed.
         """
-        waiting: deque[tuple[int, Piece]] = deque()
-        for n_sent, piece in enumerate(text):
-            # Whose answer is taken before it gets more never waits for us while we wait for it.
+        waiting: deque[tuple[Piece, Future[Encoded]]] = deque()
+        for piece in text:
             if len(waiting) == N_AHEAD * self._n_workers:
-                yield self._receive(*waiting.popleft())
-            worker = n_sent % self._n_workers
-            self._send(worker, piece, is_counted)
-            waiting.append((worker, piece._replace(text=b"", sizes=None, left_out=None)))
+                yield _first(waiting)
+            told = piece._replace(text=b"", sizes=None, left_out=None)
+            waiting.append((told, self._threads.submit(self._encode, piece, is_counted)))
         while waiting:
-            yield self._receive(*waiting.popleft())
+            yield _first(waiting)
 
     def close(self) -> None:
         """End the processes at once: they hold nothing that is not made again."""
         for process in self._processes:
             process.kill()
+        self._threads.shutdown(cancel_futures=True)
         for process in self._processes:
             process.wait()
             for pipe in (process.stdin, process.stdout):
@@ -128,59 +127,69 @@ class Workers:
         self._processes = []
 
     def _start(self) -> None:
-        self._processes.append(
-            subprocess.Popen(
-                [sys.executable, "-c", _CODE, *self._arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                # Windows: no Ctrl-C reaches another group.
-                creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
-            )
+        process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # Windows: no Ctrl-C reaches another group.
+            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
         )
+        self._processes.append(process)
+        self._idle.put(process)
 
-    def _send(self, worker: int, piece: Piece, is_counted: bool) -> None:
-        arrays = {name: getattr(piece, name) for name in _ARRAYS}
-        if arrays["sizes"] is not None and bool((arrays["sizes"] == 1).all()):
-            arrays["sizes"] = None  # what it is where nothing is said, and four times the text
-        there = {name: array.astype(_ARRAYS[name]) for name, array in arrays.items() if array is not None}
-        head = {"is_counted": is_counted, "arrays": list(there)}
-        pipe = self._processes[worker].stdin
-        assert pipe is not None
+    def _encode(self, piece: Piece, is_counted: bool) -> Encoded:
+        """Have a worker encode a piece; runs in as many threads as there are workers."""
+        process = self._idle.get()
         try:
-            _write(pipe, head, [piece.text, piece.following, *(array.tobytes() for array in there.values())])
-        except OSError:
-            raise self._death(worker) from None
+            assert process.stdin is not None
+            assert process.stdout is not None
+            _send(process.stdin, piece, is_counted)
+            return _receive(process.stdout)
+        except (EOFError, OSError, ValueError):  # the last of a message that was cut off
+            raise self._death(process) from None
+        finally:
+            self._idle.put(process)
 
-    def _receive(self, worker: int, piece: Piece) -> tuple[Piece, Encoded]:
-        pipe = self._processes[worker].stdout
-        assert pipe is not None
-        try:
-            head = json.loads(_read(pipe))
-            if "outside" in head:
-                raise OutsideVocabulary(*head["outside"])
-            if "fault" in head:
-                raise RuntimeError(f"a process that encodes text failed:\n{head['fault']}")
-            ids = _read(pipe)
-            counts = np.frombuffer(_read(pipe), head["counts"]) if head["counts"] else None
-            gaps = np.frombuffer(_read(pipe), "<i8") if head["has_gaps"] else None
-        except (EOFError, OSError):
-            raise self._death(worker) from None
-        return piece, Encoded(
-            ids=ids,
-            counts=None if counts is None else counts.reshape(-1, 3),
-            gaps=None if gaps is None else gaps.reshape(-1, 2),
-            **head["numbers"],
-        )
-
-    def _death(self, worker: int) -> UserError:
+    def _death(self, process: "subprocess.Popen[bytes]") -> UserError:
         with suppress(subprocess.TimeoutExpired):
-            self._processes[worker].wait(DEATH_S)
-        code = self._processes[worker].returncode
+            process.wait(DEATH_S)
+        code = process.returncode
         how = f"was killed by signal {-code}" if code is not None and code < 0 else "ended by itself"
         return UserError(
             f"encoding: one of {self._n_workers} processes {how}; too little memory may be the cause; "
             "start again, with --threads 1 in one process"
         )
+
+
+def _first(waiting: "deque[tuple[Piece, Future[Encoded]]]") -> tuple[Piece, Encoded]:
+    piece, future = waiting.popleft()
+    return piece, future.result()
+
+
+def _send(pipe: IO[bytes], piece: Piece, is_counted: bool) -> None:
+    arrays = {name: getattr(piece, name) for name in _ARRAYS}
+    if arrays["sizes"] is not None and bool((arrays["sizes"] == 1).all()):
+        arrays["sizes"] = None  # what it is where nothing is said, and four times the text
+    there = {name: array.astype(_ARRAYS[name]) for name, array in arrays.items() if array is not None}
+    head = {"is_counted": is_counted, "arrays": list(there)}
+    _write(pipe, head, [piece.text, piece.following, *(array.tobytes() for array in there.values())])
+
+
+def _receive(pipe: IO[bytes]) -> Encoded:
+    head = json.loads(_read(pipe))
+    if "outside" in head:
+        raise OutsideVocabulary(*head["outside"])
+    if "fault" in head:
+        raise RuntimeError(f"a process that encodes text failed:\n{head['fault']}")
+    ids = _read(pipe)
+    counts = np.frombuffer(_read(pipe), head["counts"]) if head["counts"] else None
+    gaps = np.frombuffer(_read(pipe), "<i8") if head["has_gaps"] else None
+    return Encoded(
+        ids=ids,
+        counts=None if counts is None else counts.reshape(-1, 3),
+        gaps=None if gaps is None else gaps.reshape(-1, 2),
+        **head["numbers"],
+    )
 
 
 @contextmanager
@@ -198,40 +207,30 @@ def _signals_held() -> Iterator[None]:
 
 def work(folder: str, rules_json: str) -> None:
     """Encode the pieces that come in until there are no more: what a worker does."""
-    received: queue.Queue[tuple[Piece, bool] | None] = queue.Queue()
-    # Whoever sends must never wait for this process, which may wait for them.
-    threading.Thread(target=_receive_all, args=(received,), daemon=True).start()
-    with suppress(OSError), open(1, "wb", closefd=False) as pipe:
+    pieces.N_THREADS = 1  # there are as many workers as processors
+    with (
+        suppress(EOFError, OSError),
+        open(0, "rb", closefd=False) as incoming,
+        open(1, "wb", closefd=False) as outgoing,
+    ):
         try:
-            pieces.N_THREADS = 1  # there are as many workers as processors
             tokenizer, rules = load_tokenizer(Path(folder)), Rules(**json.loads(rules_json))
-            while (job := received.get()) is not None:
-                _answer(pipe, tokenizer, rules, *job)
-            return
-        except OutsideVocabulary as error:
-            _write(pipe, {"outside": [error.symbol, error.offset, error.remedy]}, [])
-        except OSError:
+            while True:
+                head = json.loads(_read(incoming))
+                text, following = _read(incoming), _read(incoming)
+                arrays = {name: np.frombuffer(_read(incoming), _ARRAYS[name]) for name in head["arrays"]}
+                piece = Piece(text=text, following=following, **arrays)
+                _answer(outgoing, encode(tokenizer, piece, rules, is_counted=head["is_counted"]))
+        except (EOFError, OSError):
             raise
+        except OutsideVocabulary as error:
+            _write(outgoing, {"outside": [error.symbol, error.offset, error.remedy]}, [])
         except Exception:
-            _write(pipe, {"fault": traceback.format_exc()}, [])
-        while received.get() is not None:  # to the end, so that nobody finds the pipe closed
-            pass
+            _write(outgoing, {"fault": traceback.format_exc()}, [])
+        _read_all(incoming)  # so that nobody finds it closed
 
 
-def _receive_all(received: "queue.Queue[tuple[Piece, bool] | None]") -> None:
-    with suppress(EOFError, OSError), open(0, "rb", closefd=False) as pipe:
-        while True:
-            head = json.loads(_read(pipe))
-            text, following = _read(pipe), _read(pipe)
-            arrays: dict[str, Any] = {
-                name: np.frombuffer(_read(pipe), _ARRAYS[name]) for name in head["arrays"]
-            }
-            received.put((Piece(text=text, following=following, **arrays), head["is_counted"]))
-    received.put(None)
-
-
-def _answer(pipe: BinaryIO, tokenizer: Tokenizer, rules: Rules, piece: Piece, is_counted: bool) -> None:
-    encoded = encode(tokenizer, piece, rules, is_counted=is_counted)
+def _answer(pipe: IO[bytes], encoded: Encoded) -> None:
     counts, gaps = encoded.counts, encoded.gaps
     head = {
         "numbers": {name: getattr(encoded, name) for name in _NUMBERS},
@@ -241,14 +240,14 @@ def _answer(pipe: BinaryIO, tokenizer: Tokenizer, rules: Rules, piece: Piece, is
     _write(pipe, head, [encoded.ids, *(array.tobytes() for array in (counts, gaps) if array is not None)])
 
 
-def _write(pipe: Any, head: dict[str, Any], parts: Sequence[bytes]) -> None:  # Any: a writer of bytes
+def _write(pipe: IO[bytes], head: dict[str, Any], parts: Sequence[bytes]) -> None:
     for part in (json.dumps(head).encode(), *parts):
         pipe.write(len(part).to_bytes(_LENGTH_BYTES, "little"))
         pipe.write(part)
     pipe.flush()
 
 
-def _read(pipe: Any) -> bytes:  # Any: a reader of bytes
+def _read(pipe: IO[bytes]) -> bytes:
     """Read one part of a message.
 
     Raises:
@@ -256,7 +255,12 @@ def _read(pipe: Any) -> bytes:  # Any: a reader of bytes
     """
     head = pipe.read(_LENGTH_BYTES)
     n_bytes = int.from_bytes(head, "little")
-    data: bytes = pipe.read(n_bytes)
+    data = pipe.read(n_bytes)
     if len(head) < _LENGTH_BYTES or len(data) < n_bytes:
         raise EOFError
     return data
+
+
+def _read_all(pipe: IO[bytes]) -> None:
+    while pipe.read(1 << 16):
+        pass
