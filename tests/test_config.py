@@ -108,7 +108,7 @@ def configs(draw: st.DrawFn) -> Config:
     rules = [name for name in ("text_field", "document_separator", "document_per_file") if values[name]]
     values.update({name: False if name == "document_per_file" else None for name in rules[1:]})
     if not rules:
-        values["valid_every"] = None
+        values.update(valid_every=None, reset_memory_at_documents=False)
     if values["valid_every"] is not None:
         values.update(valid=None, valid_fraction=None)
     values["newlines"] = {"drop": "keep"}.get(values["newlines"], values["newlines"])
@@ -165,7 +165,9 @@ def dump_line(leaf: Leaf, value: object) -> str:
     for other in dataclasses.fields(section):
         object.__setattr__(held, other.name, other.default)
     object.__setattr__(held, leaf.name, value)
-    text = dump(dataclasses.replace(Config(), **{leaf.section: held}))
+    whole = Config()
+    object.__setattr__(whole, leaf.section, held)  # with rules between sections left aside, too
+    text = dump(whole)
     return next(line for line in text.split("\n") if line.startswith(f"  {leaf.name}: "))
 
 

@@ -10,7 +10,9 @@ from typer.testing import CliRunner
 
 from txlcli.cli import main
 from txlcli.config import load
+from txlcli.data import read_store_info
 from txlcli.run import Run
+from txlcli.tokenizer import load_tokenizer
 
 SIZES = "--d-model 16 --n-layer 1 --n-head 2 --tgt-len 8 --mem-len 8 --batch-size 2"
 TINY = f"{SIZES} --device cpu --precision fp32 --optimizer adamw --steps 2".split()
@@ -174,6 +176,11 @@ def test_settings_of_a_corpus_are_kept_with_the_run() -> None:
             "--document-per-file --text-field a",
             "--document-per-file: cannot go with --text-field; give one of them",
         ),
+        (
+            "--reset-memory-at-documents",
+            "--reset-memory-at-documents: needs documents; give text_field, document_separator or "
+            "document_per_file too",
+        ),
         ("--include *.txt --include", "--include: needs a value"),
         (
             "--text-field text",
@@ -218,3 +225,30 @@ def test_bad_files_are_refused_and_leave_nothing(books: Path) -> None:
     assert refusal("cut.txt", "--tokenizer", "char", "--out", "r").startswith(
         f"cut.txt: not utf-8 at byte {len(TEXT)}, line 61; got 0xe7 0xb4 at its end, the beginning of"
     )
+
+
+def test_documents_need_a_vocabulary_that_has_an_end_for_them() -> None:
+    Path("text.txt").write_text(TEXT)
+    tokenizer = ("--tokenizer", "char")
+    train("text.txt", *tokenizer, "--out", "plain")
+    train("text.txt", *tokenizer, "--document-per-file", "--out", "documents")
+    assert refusal("text.txt", "--document-per-file", "--init", "plain", "--out", "r") == (
+        "--document-per-file: needs a vocabulary with an end of documents, and that of plain has none; "
+        "leave it out, or train without --init"
+    )
+    train("text.txt", "--document-per-file", "--init", "documents", "--out", "tuned")
+    train("text.txt", "--init", "documents", "--out", "without")
+
+
+def test_an_empty_prompt_starts_where_a_document_does() -> None:
+    Path("text.txt").write_text(TEXT)
+    train("text.txt", "--tokenizer", "char", "--document-separator", r"\n", "--out", "r")
+    tokenizer = load_tokenizer(Path("r"))
+    assert tokenizer.document_end == tokenizer.n_vocab - 1
+    assert read_store_info(Path("r")).start_id == tokenizer.document_end
+
+
+def test_the_first_line_shown_is_that_of_the_first_document_learned_from() -> None:
+    Path("text.txt").write_text("one|two|three|four|" + "and so on|" * 200)
+    rules = ("--tokenizer", "char", "--document-separator", "|", "--valid-every", "2")
+    assert shown("text.txt", *rules)["first line"] == ["one"]

@@ -602,6 +602,7 @@ class FakeTokenizer:
     control_ids = (0,)
     is_lossless = False
     newline_id: int | None = None
+    document_end: int | None = None
 
     def encode(self, text: bytes) -> Ids:
         ids = np.frombuffer(text, dtype=np.uint8).astype(np.int32) + 1

@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.test_train import make_run, metrics, of_kind, train_run, write_corpus
 from txlcli import UserError
 from txlcli.checkpoint import load_state, save_checkpoint
-from txlcli.config import Config, ModelConfig, OptimConfig, from_flags, load, read_origins
+from txlcli.config import Config, DataConfig, ModelConfig, OptimConfig, from_flags, load, read_origins
 from txlcli.data import Batches, TokenStore, stream_start
 from txlcli.run import Run, list_checkpoints, read_pointers
 from txlcli.train import (
@@ -216,6 +216,7 @@ def start_with_documents(folder: Path, *, is_reset: bool = True, **settings: Any
     path.write_bytes(ids.astype("<u2").tobytes())
     sizes = {"n_layer": 2, "d_model": 8, "n_head": 2, "tgt_len": 8, "mem_len": 12, "dropout": 0.1}
     config = Config(
+        data=DataConfig(document_per_file=True),
         model=ModelConfig(**{**sizes, **settings}, reset_memory_at_documents=is_reset),
         optim=OptimConfig(batch_size=4, accumulate=2, optimizer="adamw"),
     )

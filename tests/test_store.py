@@ -404,7 +404,7 @@ def test_the_seed_makes_another_store_only_where_it_chooses_what_is_learned_from
     flags = {"tokenizer": "sentencepiece", "vocab_size": 300}
     begun(tmp_path, "first", **flags)
     assert "prepared before" in " ".join(begun(tmp_path, "second", **flags, seed=1)[1])
-    monkeypatch.setattr(preparing, "SAMPLE_BYTES", 1000)
+    monkeypatch.setattr(preparing, "sampled_bytes", lambda kind, newlines: 1000)
     begun(tmp_path, "third", **flags, seed=1)
     assert not [text for text in begun(tmp_path, "fourth", **flags, seed=2)[1] if "prepared before" in text]
 

@@ -834,14 +834,17 @@ def test_a_short_text_gets_fewer_streams_with_a_notice(tmp_path: Path) -> None:
     assert np.isfinite(losses(ready.run)).all()
 
 
-def test_a_vocabulary_learned_from_a_part_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "mebibytes"), [("sentencepiece", 8), ("word", 32)])
+def test_a_vocabulary_learned_from_a_part_says_so(
+    kind: str, mebibytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "words.txt").write_bytes(b"the quick brown fox jumps.\n" * 60)
-    flags = {**TINY, "corpus": (str(tmp_path / "words.txt"),), "tokenizer": "sentencepiece"}
-    told = "vocabulary: learned from 8 MiB drawn from all over the text"
+    flags = {**TINY, "corpus": (str(tmp_path / "words.txt"),), "tokenizer": kind}
+    told = f"vocabulary: learned from {mebibytes} MiB drawn from all over the text"
     events = list(begin(from_flags(flags), dry_run=True))
     assert told not in [event.text for event in of_kind(events, Notice)]
-    monkeypatch.setattr("txlcli.train.preparing.SAMPLE_BYTES", 1 << 10)
-    told = told.replace("8 MiB", "0 MiB")
+    monkeypatch.setattr("txlcli.train.preparing.sampled_bytes", lambda kind, newlines: 1 << 10)
+    told = told.replace(f"{mebibytes} MiB", "0 MiB")
     events = list(begin(from_flags(flags), dry_run=True))
     assert told in [event.text for event in of_kind(events, Notice)]
 

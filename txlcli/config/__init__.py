@@ -11,6 +11,7 @@ run the same checks and meet in `build`, which gives a `Config` or says which fl
 """
 
 from txlcli.config.sections import (
+    DOCUMENT_RULES,
     LEAVES,
     LENGTHS,
     PANELS,
@@ -31,7 +32,7 @@ from txlcli.config.sections import (
     override,
     unescape,
 )
-from txlcli.config.setting import DEFAULT, FLAG, Leaf, Settings, Sourced, check, parse, shown
+from txlcli.config.setting import DEFAULT, FLAG, Leaf, Settings, Sourced, check, fault_at, parse, shown
 from txlcli.config.yaml_file import (
     dump,
     dump_settings,
@@ -44,6 +45,7 @@ from txlcli.config.yaml_file import (
 
 __all__ = [
     "DEFAULT",
+    "DOCUMENT_RULES",
     "FLAG",
     "LEAVES",
     "LENGTHS",
@@ -65,6 +67,7 @@ __all__ = [
     "check",
     "dump",
     "dump_settings",
+    "fault_at",
     "find_preset",
     "flatten",
     "from_flags",

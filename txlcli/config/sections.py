@@ -152,13 +152,16 @@ class DataConfig:
             )
         self._check_documents()
 
+    @property
+    def has_documents(self) -> bool:
+        """Whether the text is made of documents."""
+        return bool(self._document_rules())
+
+    def _document_rules(self) -> list[str]:
+        return [name for name in DOCUMENT_RULES if getattr(self, name) not in (None, False)]
+
     def _check_documents(self) -> None:
-        by_rule = {
-            "text_field": self.text_field is not None,
-            "document_separator": self.document_separator is not None,
-            "document_per_file": self.document_per_file,
-        }
-        rules = [name for name, is_set in by_rule.items() if is_set]
+        rules = self._document_rules()
         if len(rules) > 1:
             raise SettingError(rules, f"{rules[0]} cannot go with {rules[1]}; give one rule for documents")
         if self.document_separator is not None:
@@ -524,6 +527,13 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
 
+    def __post_init__(self) -> None:
+        if self.model.reset_memory_at_documents and not self.data.has_documents:
+            raise SettingError(
+                ["reset_memory_at_documents"],
+                "needs documents; give text_field, document_separator or document_per_file too",
+            )
+
 
 SECTIONS: Mapping[str, type[Any]] = {
     "data": DataConfig,
@@ -540,11 +550,12 @@ PANELS: Mapping[str, str] = {
     "machine": "Machine",
 }
 LENGTHS = ("steps", "epochs", "minutes")
+DOCUMENT_RULES = ("text_field", "document_separator", "document_per_file")
 # Of each group one is given; a flag replaces whichever a file gives.
 _EXCLUSIVE = (
     LENGTHS,
     ("valid", "valid_fraction", "valid_every"),
-    ("text_field", "document_separator", "document_per_file"),
+    DOCUMENT_RULES,
 )
 
 LEAVES: tuple[Leaf, ...] = tuple(

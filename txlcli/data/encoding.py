@@ -68,7 +68,7 @@ class Rules(NamedTuple):
             # Characters of raw bytes are counted where they are UTF-8, and only there.
             is_text=not corpus.raw or corpus.encoding == "utf-8",
             has_underscores=corpus.spaces == "underscore",
-            n_separator=len(getattr(corpus, "document_separator", None) or ""),
+            n_separator=len(corpus.document_separator or ""),
         )
 
 

@@ -27,7 +27,7 @@ BLOCK_BYTES = 1 << 20
 # How far a file may be read to hash it before whoever else reads it comes, so that the disk is read once.
 AHEAD_BYTES = 1 << 26
 # Raised with any change to what a text becomes under the same settings.
-RULES_VERSION = 1
+RULES_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -232,5 +232,5 @@ def reading_rules(corpus: Corpus) -> dict[str, Any]:
     names = [one.name for one in dataclasses.fields(corpus) if one.name not in ("sources", "skipped")]
     # Where files end matters for marks at their start, for packing and for documents.
     of_source = ("n_bytes", "n_mark", "codec", "packing")
-    sources = [[getattr(source, name, None) for name in of_source] for source in corpus.sources]
+    sources = [[getattr(source, name) for name in of_source] for source in corpus.sources]
     return {name: getattr(corpus, name) for name in names} | {"sources": sources}

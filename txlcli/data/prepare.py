@@ -124,7 +124,7 @@ def prepare(
     split_at = corpus.n_bytes if valid is not None else split_at
     held_out = Part("valid", corpus, split_at, corpus.n_bytes)
     parts = [Part("train", corpus, 0, split_at)]
-    if valid is None and getattr(corpus, "valid_every", None) is not None:
+    if valid is None and corpus.valid_every is not None:
         parts = [Part("train", corpus, 0, corpus.n_bytes, "train")]
         held_out = Part("valid", corpus, 0, corpus.n_bytes, "valid")
     is_short = held_out.start < held_out.stop and _is_under_two_tokens(tokenizer, held_out)
@@ -360,12 +360,13 @@ def _check_space(parts: list[Part], tokenizer: Tokenizer, folder: Path, itemsize
 
 
 def _choose_start(tokenizer: Tokenizer, newline_id: int | None, frequencies: npt.NDArray[np.int64]) -> int:
-    """Return what an empty prompt starts from: the newline, else the most frequent token that is text."""
-    if newline_id is not None:
-        return newline_id
+    """Return what an empty prompt starts from.
+
+    It is the end of the document before, where there are documents, the newline, or the most frequent token.
+    """
+    start = newline_id if tokenizer.document_end is None else tokenizer.document_end
+    if start is not None:
+        return start
     frequencies = frequencies.copy()
     frequencies[list(tokenizer.control_ids)] = -1
-    document_end = getattr(tokenizer, "document_end", None)
-    if document_end is not None:
-        frequencies[document_end] = -1
     return int(frequencies.argmax())

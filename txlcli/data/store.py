@@ -63,10 +63,10 @@ class TextInfo:
 class StoreInfo:
     """The contents of `store.json`.
 
-    `start_id` is what an empty prompt starts from: the newline, or the most frequent token of the
-    training text. `tokenizer` is the fingerprint of the one that made the ids. `split_at` is the byte of
-    the corpus at which the held-out text begins, `sha256` that of the whole corpus; None: its files changed
-    meanwhile.
+    `start_id` is what an empty prompt starts from: the end of a document, the newline, or the most frequent
+    token of the training text. `tokenizer` is the fingerprint of the one that made the ids. `split_at` is the
+    byte of the corpus at which the held-out text begins, `sha256` that of the whole corpus; None: its files
+    changed meanwhile.
 
     The rest lets another run take this store as its own (see `reuse`): `rules` is the hash of all settings
     that shape tokenizer and ids, empty where nobody may take it; `others` the texts of other files, by split;

@@ -218,7 +218,9 @@ def work(folder: str, rules_json: str) -> None:
             while True:
                 head = json.loads(_read(incoming))
                 text, following = _read(incoming), _read(incoming)
-                arrays = {name: np.frombuffer(_read(incoming), _ARRAYS[name]) for name in head["arrays"]}
+                arrays: dict[str, Any] = {
+                    name: np.frombuffer(_read(incoming), _ARRAYS[name]) for name in head["arrays"]
+                }
                 piece = Piece(text=text, following=following, **arrays)
                 _answer(outgoing, encode(tokenizer, piece, rules, is_counted=head["is_counted"]))
         except (EOFError, OSError):

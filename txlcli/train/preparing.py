@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,6 +16,7 @@ from txlcli.attention import Demands, cannot_run, choose_backend, fall_back
 from txlcli.checkpoint import load_model
 from txlcli.config import (
     DEFAULT,
+    DOCUMENT_RULES,
     FLAG,
     LEAVES,
     LENGTHS,
@@ -28,6 +29,7 @@ from txlcli.config import (
     build,
     dump,
     dump_settings,
+    fault_at,
     leaf,
     override,
     read_origins,
@@ -78,9 +80,9 @@ from txlcli.run import (
     sweep_run,
     write_asked,
 )
-from txlcli.sources import Corpus, Survey, complete_utf8, read_chunks, search_corpus, survey
+from txlcli.sources import Chunk, Corpus, Survey, complete_utf8, read_chunks, search_corpus, survey
 from txlcli.sources.survey import VALID_BYTES_MAX, VALID_FRACTION
-from txlcli.tokenizer import SAMPLE_BYTES, Tokenizer, build_tokenizer, load_tokenizer
+from txlcli.tokenizer import Tokenizer, build_tokenizer, load_tokenizer, sampled_bytes
 from txlcli.train.cost import Interrupted, check_fits, count_parameters, measure, memory_bytes
 from txlcli.train.events import (
     Budget,
@@ -259,9 +261,9 @@ class _Request:
         init = None if name is None else open_run(str(name))
         if init is not None:
             refuse_without_tokenizer(init)
-            load_model(init)  # what cannot be read is refused before anything is made
-            theirs = build(read_settings(init.config_path))
-            settings = take_from_run(settings, theirs, str(name))
+            loaded = load_model(init)  # what cannot be read is refused before anything is made
+            settings = take_from_run(settings, loaded.config, str(name))
+            _check_documents(settings, loaded.tokenizer, str(name))
         device = choose_device(str(_value(settings, "device")))
         choose_precision(str(_value(settings, "precision")), device, training=True)
         if _value(settings, "optimizer") == "muon":
@@ -315,12 +317,20 @@ class _Texts:
 
     def read_train(self) -> Iterator[bytes]:
         """Read what is learned from."""
-        corpus, stop = self.corpus, self.survey.split_at
-        more: dict[str, Any] = {}
-        if getattr(corpus, "valid_every", None) is not None and self.valid is None:
-            stop, more = corpus.n_bytes, {"part": "train"}
-        for chunk in read_chunks(corpus, 0, stop, **more):
+        for chunk in self._read_train():
             yield chunk.text
+
+    def start_of_train(self, n_bytes: int) -> bytes:
+        """Read the first bytes of what is learned from, of its first document if there are documents."""
+        chunk = next(self._read_train(), None)
+        if chunk is None:
+            return b""
+        ends = chunk.document_ends
+        return chunk.text[: min([n_bytes, *(() if ends is None else ends[:1].tolist())])]
+
+    def _read_train(self) -> Iterator[Chunk]:
+        part: Literal["all", "train"] = "all" if self.corpus.valid_every is None else "train"
+        return read_chunks(self.corpus, 0, self.survey.split_at, part=part)
 
 
 def _prepare(request: _Request, place: _Place, stack: ExitStack) -> Generator[Event, None, Ready | None]:
@@ -574,7 +584,7 @@ def _text_rules(request: _Request, settings: Settings, texts: _Texts) -> dict[st
     tokenizer: dict[str, Any] = {name: _value(settings, name) for name in ("tokenizer", "vocab_size")}
     if request.init is not None:
         tokenizer = {"fingerprint": load_tokenizer(request.init.tokenizer_folder).fingerprint()}
-    elif kind not in ("byte", "char") and found.n_train_bytes > SAMPLE_BYTES:
+    elif found.n_train_bytes > (sampled_bytes(kind, _value(settings, "newlines")) or found.n_train_bytes):
         tokenizer["seed"] = _value(settings, "seed")  # it chooses what is learned from
     others = {"valid": texts.valid, "test": texts.test}
     return {
@@ -592,6 +602,18 @@ def _check_data(settings: Settings) -> None:
         DataConfig(**values)
     except SettingError as error:
         raise blame(error, settings) from None
+
+
+def _check_documents(settings: Settings, tokenizer: Tokenizer, run: str) -> None:
+    """Refuse documents where the vocabulary of the run to start from has nothing that ends one."""
+    rule = next((name for name in DOCUMENT_RULES if _value(settings, name) not in (None, False)), None)
+    if rule is not None and tokenizer.document_end is None:
+        raise fault_at(
+            leaf(rule),
+            settings[rule].origin,
+            f"needs a vocabulary with an end of documents, and that of {run} has none; leave it out, "
+            "or train without --init",
+        )
 
 
 def _search(request: _Request, paths: Sequence[str], **rules: Any) -> Generator[Event, None, Corpus]:
@@ -630,14 +652,14 @@ def _make_tokenizer(
     if request.init is not None:
         tokenizer = load_tokenizer(request.init.tokenizer_folder)
     else:
-        has_documents = getattr(texts.corpus, "has_documents", False)
         if kind in ("word", "sentencepiece") and not found.has_text:
             raise UserError(
                 f"{texts.corpus.name}: has only white space; a {kind} vocabulary needs words; "
                 "use --tokenizer char or byte"
             )
-        if kind == "sentencepiece" and found.n_train_bytes > SAMPLE_BYTES:
-            yield Notice(f"vocabulary: learned from {SAMPLE_BYTES >> 20} MiB drawn from all over the text")
+        sampled = sampled_bytes(kind, _value(settings, "newlines"))
+        if sampled is not None and found.n_train_bytes > sampled:
+            yield Notice(f"vocabulary: learned from {sampled >> 20} MiB drawn from all over the text")
         yield Progress(f"making the {kind} vocabulary", 0, 0, "bytes")
         tokenizer = build_tokenizer(
             kind,
@@ -646,7 +668,7 @@ def _make_tokenizer(
             n_bytes=found.n_train_bytes,
             seed=_value(settings, "seed"),
             newlines=_value(settings, "newlines"),
-            **({"has_documents": True} if has_documents else {}),
+            has_documents=texts.corpus.has_documents,
         )
     tokenizer.save(texts.run.tokenizer_folder)
     return tokenizer
@@ -733,7 +755,7 @@ def _summarize(
 
 def _first_line(texts: _Texts, tokenizer: Tokenizer) -> FirstLine:
     """Encode the first line that has something in it."""
-    start = next(texts.read_train(), b"")[:LARGEST_LINE_BYTES]
+    start = texts.start_of_train(LARGEST_LINE_BYTES)
     line = next((line for line in start.splitlines() if line.strip()), start)
     if not texts.corpus.raw:
         line = line[: complete_utf8(line)]
