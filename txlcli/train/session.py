@@ -6,7 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from txlcli import UserError
-from txlcli.checkpoint import NonFiniteError, describe_weights, save_checkpoint
+from txlcli.checkpoint import (
+    NonFiniteError,
+    describe_weights,
+    find_checkpoint,
+    find_damage,
+    newest_checkpoint,
+    save_checkpoint,
+)
 from txlcli.config import Config, SettingError, blame, read_settings
 from txlcli.data import Batches, Counts, StoreInfo, TokenStore, open_counts, open_split, read_store_info
 from txlcli.device import choose_device, choose_precision, environment
@@ -16,7 +23,6 @@ from txlcli.run import (
     Pointers,
     Run,
     append_metrics,
-    choose_checkpoint,
     cut_metrics,
     list_checkpoints,
     metrics_length,
@@ -49,12 +55,14 @@ class Session:
     notices: list[Notice] = field(default_factory=list)
     saved: tuple[int, int, bool] | None = None
     """How far the newest checkpoint is, as `progress` says it."""
+    lost_best: int | None = None
+    """The step of a best checkpoint that is damaged or gone, so that none may be sent to it."""
     best_score: Score | None = None
     last_score: Score | None = None
 
     @classmethod
     def open(cls, run: Run, config: Config, stack: ExitStack) -> "Session":
-        """Open the store and build or restore the state."""
+        """Open the store and build or restore the state; only for the run's one writer."""
         sweep_run(run)
         device = choose_device(config.machine.device)
         precision = choose_precision(config.machine.precision, device, training=True)
@@ -71,8 +79,10 @@ class Session:
             valid = stack.enter_context(open_split(run.folder, "valid"))
             counts = stack.enter_context(open_counts(run.folder, "valid"))
         batches = Batches(store, config.optim.batch_size, config.model.tgt_len)
-        steps = list_checkpoints(run)
-        init = None if steps or config.data.init is None else choose_checkpoint(open_run(config.data.init))
+        newest, notice = newest_checkpoint(run, with_state=True)
+        init = None
+        if newest is None and config.data.init is not None:
+            init, _ = find_checkpoint(open_run(config.data.init))
         try:
             state = TrainState.start(
                 config, batches, tokenizer.n_vocab, device=device, precision=precision, init=init
@@ -80,8 +90,9 @@ class Session:
         except SettingError as error:  # a config.yaml changed by hand no longer fits the vocabulary
             raise blame(error, read_settings(run.config_path)) from None
         session = cls(run, config, state, tokenizer, info, valid, counts)
-        if steps:
-            session.restore(run.checkpoint_path(steps[-1]))
+        if newest is not None:
+            session.notices += [] if notice is None else [Notice(notice)]
+            session.restore(newest)
         else:
             cut_metrics(run, 0)
         return session
@@ -133,21 +144,42 @@ class Session:
                 f"resume with --steps {counters.step} or more"
             )
         self.saved = self.progress
-        if not cut_metrics(self.run, int(values.get("metrics_bytes", 0))):
+        n_bytes, then = values.get("metrics_bytes", 0), values.get("environment", {})
+        if type(n_bytes) is not int or n_bytes < 0 or not isinstance(then, dict):
+            raise UserError(f"{path}: state.json: `metrics_bytes` or `environment` cannot be; damaged")
+        if not cut_metrics(self.run, n_bytes):
             text = f"{self.run.metrics_path}: shorter than it was at step {counters.step}; left as it is"
             self.notices.append(Notice(text))
-        then, now = values.get("environment", {}), self.environment()
+        now = self.environment()
         changed = [f"{key} {then[key]} -> {now[key]}" for key in now if key in then and then[key] != now[key]]
         if changed:
             self.notices.append(
                 Notice(f"resuming elsewhere: {', '.join(changed)}; the rest will not repeat bit for bit")
             )
+        self._look_for_best(path)
         self.point()
+
+    def _look_for_best(self, newest: Path) -> None:
+        """Notice that the best checkpoint is lost; what counts as better than it is not changed by that."""
+        best = self.state.counters.best_step
+        if best is None or self.run.checkpoint_path(best) == newest:
+            return
+        if best in list_checkpoints(self.run):
+            fault = find_damage(self.run.checkpoint_path(best), with_state=False)
+        else:
+            fault = f"{self.run.checkpoint_path(best)}: is not there any more"
+        if fault is not None:
+            self.lost_best = best
+            text = f"{fault}; it was the best, so best is last until an evaluation is better"
+            self.notices.append(Notice(text))
 
     def point(self) -> None:
         """Name best and last in the run folder, as the state knows them."""
         counters = self.state.counters
-        write_pointers(self.run, Pointers(counters.best_step, counters.step, counters.best_nll))
+        best, best_nll = counters.best_step, counters.best_nll
+        if best is not None and best == self.lost_best:
+            best = best_nll = None
+        write_pointers(self.run, Pointers(best, counters.step, best_nll))
 
     def last_good(self) -> str:
         """Name the newest checkpoint; empty where there is none."""
@@ -190,8 +222,10 @@ def save(session: Session) -> Iterator[Event]:
         rate = learning_rate(max(counters.step, 1), session.config.optim, session.steps)
         raise failure(session, "the weights are not finite", rate) from error
     session.saved = session.progress
+    if session.lost_best == counters.step:
+        session.lost_best = None
     session.point()
-    prune_checkpoints(run, session.config.train.keep)
+    prune_checkpoints(run, session.config.train.keep, counters.best_step)
     yield Saved(counters.step, path)
 
 
