@@ -96,28 +96,26 @@ def folder_whole(path: Path, *, replace: bool = False) -> Iterator[Path]:
                 for name in names:
                     _sync_file(Path(folder, name))
                 sync_folder(Path(folder))
-            if replace and path.is_dir():
-                _replace_folder(path, temporary)
-            else:
-                temporary.rename(path)
-                sync_folder(path.parent)
+            _put_in_place(path, temporary)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def _replace_folder(path: Path, temporary: Path) -> None:
-    """Put a folder in the place of another; where that fails, the other is there as before."""
+def _put_in_place(path: Path, temporary: Path) -> None:
+    """Give a folder its name, maybe that of another; where that fails, all is as before."""
     old = path.with_name(f".{path.name}{_OLD}")
     shutil.rmtree(old, ignore_errors=True)
-    path.rename(old)
+    if path.is_dir():
+        path.rename(old)
     try:
         temporary.rename(path)
         sync_folder(path.parent)
     except BaseException:
         if path.is_dir():
             path.rename(temporary)
-        old.rename(path)
+        if old.is_dir():
+            old.rename(path)
         raise
     shutil.rmtree(old, ignore_errors=True)
 

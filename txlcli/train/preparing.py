@@ -154,6 +154,7 @@ def begin(
         # Another process may have begun in the same folder just now, which is then its own to discard.
         locks.enter_context(writing(run))
         stack.callback(discard_run, run)
+        sweep_run(run)
         write_asked(run, dump_settings(settings), is_from_file=is_from_file)
         return run
 
@@ -191,9 +192,13 @@ def begin_again(
     yield Notice(f"{run.folder}: its text was not prepared to the end; it is prepared anew, from {names}")
     request = _Request.of(override(asked, changes), is_from_file, started, should_stop)
 
+    def undo() -> None:
+        if read_asked(run) is not None:  # else it failed after the last thing to do: all is there
+            _clear(run)
+
     def make(stack: ExitStack, paths: tuple[str, ...]) -> Run:
         _clear(run)
-        stack.callback(_clear, run)
+        stack.callback(undo)
         run.checkpoints_folder.mkdir(exist_ok=True)
         return run
 

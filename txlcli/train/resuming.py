@@ -25,12 +25,13 @@ from txlcli.data import StoreInfo, read_store_info, steps_per_epoch
 from txlcli.device import choose_device, choose_precision
 from txlcli.files import describe_error, write_whole
 from txlcli.plan import MINUTES, Facts, Known, Measured, last_eval_is_whole, minutes_text, steps_within
-from txlcli.run import Run, read_asked, read_bits_per_byte, refuse_converted, writing
+from txlcli.run import Run, read_asked, read_bits_per_byte, refuse_converted, sweep_run, writing
 from txlcli.tokenizer import load_tokenizer
 from txlcli.train.cost import Interrupted, measure
 from txlcli.train.events import Budget, Event, Finished, Notice, Progress, Ready
 from txlcli.train.optim import learning_rate
 from txlcli.train.preparing import begin_again, choose_attention, leave_out_failed_compile, without_length
+from txlcli.train.session import look_for_best, settle
 from txlcli.train.state import Counters, read_counters
 
 
@@ -87,6 +88,7 @@ def _make_ready(
         "which has no training to continue; begin one with its weights: "
         f"txl train CORPUS --init {run.folder}",
     )
+    sweep_run(run)
     saved = _read_saved(run)
     info = read_store_info(run.folder)
     yield from _corpus_notices(info, should_stop)
@@ -130,6 +132,10 @@ def _make_ready(
         write_whole(run.config_path, dump(config, origins).encode())
     reason = _reason_it_is_finished(config, info, saved)
     if reason is not None:
+        # Its training may have been killed just before it did this itself.
+        lost_best, notices = look_for_best(run, saved)
+        settle(run, saved, config.train.keep, lost_best)
+        yield from notices
         yield Notice(
             f"{run.folder}: is finished at step {saved.step:,}; a larger --steps continues it"
             if reason == "length"

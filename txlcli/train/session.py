@@ -1,7 +1,7 @@
 """What a training holds in its hands: run, text, state, and how far all of it is saved."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,13 +28,14 @@ from txlcli.run import (
     metrics_length,
     open_run,
     prune_checkpoints,
+    read_pointers,
     sweep_run,
     write_pointers,
 )
 from txlcli.tokenizer import Tokenizer, load_tokenizer
 from txlcli.train.events import Event, Notice, Saved
 from txlcli.train.optim import learning_rate
-from txlcli.train.state import StepResult, TrainState, is_finite
+from txlcli.train.state import Counters, StepResult, TrainState, is_finite
 
 
 class NonFinite(ArithmeticError):
@@ -156,34 +157,43 @@ class Session:
             self.notices.append(
                 Notice(f"resuming elsewhere: {', '.join(changed)}; the rest will not repeat bit for bit")
             )
-        self._look_for_best(path)
-        self.point()
-
-    def _look_for_best(self, newest: Path) -> None:
-        """Notice that the best checkpoint is lost; what counts as better than it is not changed by that."""
-        best = self.state.counters.best_step
-        if best is None or self.run.checkpoint_path(best) == newest:
-            return
-        if best in list_checkpoints(self.run):
-            fault = find_damage(self.run.checkpoint_path(best), with_state=False)
-        else:
-            fault = f"{self.run.checkpoint_path(best)}: is not there any more"
-        if fault is not None:
-            self.lost_best = best
-            text = f"{fault}; it was the best, so best is last until an evaluation is better"
-            self.notices.append(Notice(text))
-
-    def point(self) -> None:
-        """Name best and last in the run folder, as the state knows them."""
-        counters = self.state.counters
-        best, best_nll = counters.best_step, counters.best_nll
-        if best is not None and best == self.lost_best:
-            best = best_nll = None
-        write_pointers(self.run, Pointers(best, counters.step, best_nll))
+        self.lost_best, notices = look_for_best(self.run, counters)
+        self.notices += notices
+        settle(self.run, counters, self.config.train.keep, self.lost_best)
 
     def last_good(self) -> str:
         """Name the newest checkpoint; empty where there is none."""
         return "" if self.saved is None else str(self.run.checkpoint_path(self.saved[0]))
+
+
+def look_for_best(run: Run, counters: Counters) -> tuple[int | None, list[Notice]]:
+    """Return the best step if its checkpoint is damaged or gone, and what to say of that.
+
+    What counts as better than it stays the same: the training goes on as if nothing had happened to it.
+    """
+    best = counters.best_step
+    if best is None or best == counters.step:
+        return None, []
+    if best in list_checkpoints(run):
+        fault = find_damage(run.checkpoint_path(best), with_state=False)
+    else:
+        fault = f"{run.checkpoint_path(best)}: is not there any more"
+    if fault is None:
+        return None, []
+    return best, [Notice(f"{fault}; it was the best, so best is last until an evaluation is better")]
+
+
+def settle(run: Run, counters: Counters, keep: int, lost_best: int | None) -> None:
+    """Name best and last in the run folder, after their checkpoints are there; delete what is not kept."""
+    is_lost = counters.best_step == lost_best
+    best, best_nll = (None, None) if is_lost else (counters.best_step, counters.best_nll)
+    pointers = Pointers(best, counters.step, best_nll)
+    found = None
+    with suppress(UserError):  # damaged, and now replaced
+        found = read_pointers(run)
+    if found != pointers:  # else they keep their time, which says when the run last saved
+        write_pointers(run, pointers)
+    prune_checkpoints(run, keep, counters.best_step)
 
 
 def save(session: Session) -> Iterator[Event]:
@@ -224,8 +234,7 @@ def save(session: Session) -> Iterator[Event]:
     session.saved = session.progress
     if session.lost_best == counters.step:
         session.lost_best = None
-    session.point()
-    prune_checkpoints(run, session.config.train.keep, counters.best_step)
+    settle(run, counters, session.config.train.keep, session.lost_best)
     yield Saved(counters.step, path)
 
 
