@@ -1,9 +1,16 @@
-"""Calls that change files, made to fail or to end the process, and what is on the disk afterwards."""
+"""Calls that change files, made to fail or to end the process, and what is on the disk afterwards.
 
+As a program it runs command lines, each in a process of its own that is there at once: it reads a JSON object
+a line, forks, and writes the child's number; asked by an empty line it waits for it and writes its exit code.
+"""
+
+import json
 import os
 import pathlib
 import re
 import signal
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -145,3 +152,71 @@ def tree(folder: Path) -> dict[str, bytes | None]:
         if path.name != ".lock":
             found[name] = path.read_bytes() if path.is_file() else None
     return found
+
+
+class Commands:
+    """The program, each of whose command lines runs in a process of its own that starts at once."""
+
+    def __init__(self) -> None:
+        root = Path(__file__).parent.parent
+        env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+        pipe = subprocess.PIPE
+        self._server = subprocess.Popen([sys.executable, __file__], stdin=pipe, stdout=pipe, env=env)
+        self._read()
+
+    def start(self, *args: object, kill_at: int | None = None) -> int:
+        """Start a command line and return its process; it may be killed at one of its calls.
+
+        What it prints goes to the file `printed` of the working folder.
+        """
+        return self._ask({"args": [str(arg) for arg in args], "folder": str(Path.cwd()), "kill_at": kill_at})
+
+    def wait(self) -> int:
+        """Wait for the end of what was started; return its exit code, or minus the signal that ended it.
+
+        Until then its number is its own, even if it has ended.
+        """
+        return self._ask(None)
+
+    def _ask(self, request: dict[str, Any] | None) -> int:
+        assert self._server.stdin is not None
+        self._server.stdin.write(b"\n" if request is None else json.dumps(request).encode() + b"\n")
+        self._server.stdin.flush()
+        return self._read()
+
+    def _read(self) -> int:
+        assert self._server.stdout is not None
+        return int(self._server.stdout.readline())
+
+    def close(self) -> None:
+        self._server.communicate()
+
+
+def _serve() -> None:
+    import txlcli.train  # noqa: F401  # what takes long to import; nothing runs here, so forking is safe
+    from txlcli.cli import main
+
+    answer, child = 0, 0
+    while True:
+        sys.stdout.write(f"{answer}\n")
+        sys.stdout.flush()
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if not line.strip():
+            answer = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            continue
+        request = json.loads(line)
+        answer = child = os.fork()
+        if child == 0:
+            os.chdir(request["folder"])
+            with Path("printed").open("wb") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            with counted(Calls(request["kill_at"], lambda: os.kill(os.getpid(), signal.SIGKILL))):
+                main(request["args"])
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,20 +1,25 @@
 """Whatever call a command dies or fails at, its run is the old one or the new one, and goes on exactly."""
 
 import errno
+import os
+import random
 import shutil
-from collections.abc import Callable
+import signal
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tests.crash import count, fail, kill, tree
-from tests.test_train import TINY, make_run, write_corpus
+from tests.crash import Commands, count, fail, kill, tree
+from tests.test_resume import assert_equal_ends
+from tests.test_train import TINY, make_run, metrics, write_corpus
 from txlcli import UserError
 from txlcli.checkpoint import find_damage, load_model
 from txlcli.config import from_flags
 from txlcli.data import origin
-from txlcli.run import Run, list_checkpoints, open_run, read_asked
+from txlcli.run import Run, list_checkpoints, open_run, read_asked, sweep_run
 from txlcli.train import Event, Ready, begin, evaluating, loop, resume, train
 
 SETTINGS = {"n_layer": 1, "d_model": 8, "n_head": 1, "steps": 4, "eval_every": 2, "save_every": 1, "keep": 1}
@@ -89,21 +94,22 @@ def break_everywhere(folder: Path, work: Callable[[], object], go_on: Callable[[
 
 def test_training(tmp_path: Path) -> None:
     ready = make_run(tmp_path, **SETTINGS)
-    list(train(ready.run, ready.config, stop_at=3))
-    names = break_everywhere(
-        ready.run.folder, lambda: list(train(ready.run, ready.config)), lambda: go_on(ready.run)
-    )
-    assert {"open", "write", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir"} <= set(names)
-
-
-def test_saving_a_step_again_where_it_is_the_only_one(tmp_path: Path) -> None:
-    ready = make_run(tmp_path, **{**SETTINGS, "eval_every": 4})
     run, config = ready.run, ready.config
     list(train(run, config, stop_at=3))
     answers = iter([False, True])  # the second question is asked in the evaluation after the last step
     list(train(run, config, should_stop=lambda: next(answers, True)))
+    assert list_checkpoints(run) == [2, 4]
+
+    def end() -> None:
+        # What is to be replaced is there until what replaces it is.
+        sweep_run(run)
+        assert list_checkpoints(run)[-1] == 4
+        go_on(run)
+
+    # What is left to do is that evaluation, step 4 again, which is the best, and to delete step 2.
+    names = break_everywhere(run.folder, lambda: list(train(run, config)), end)
     assert list_checkpoints(run) == [4]
-    break_everywhere(run.folder, lambda: list(train(run, config)), lambda: go_on(run))
+    assert {"open", "write", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir"} <= set(names)
 
 
 def test_preparing(tmp_path: Path) -> None:
@@ -122,6 +128,7 @@ def test_preparing(tmp_path: Path) -> None:
     break_everywhere(folder, work, go_on)
 
 
+@pytest.mark.slow
 def test_preparing_again_and_changing_settings(tmp_path: Path) -> None:
     ready = make_run(tmp_path, **SETTINGS)
 
@@ -136,3 +143,75 @@ def test_preparing_again_and_changing_settings(tmp_path: Path) -> None:
     assert read_asked(ready.run) is False
     shutil.rmtree(tmp_path / "run before")
     break_everywhere(ready.run.folder, work, work)
+
+
+# Whole commands, really killed
+
+FLAGS = [
+    *("--tokenizer", "char", "--n-layer", 1, "--d-model", 8, "--n-head", 1, "--tgt-len", 8, "--mem-len", 8),
+    *("--batch-size", 4, "--dropout", 0.1, "--optimizer", "adamw", "--device", "cpu", "--precision", "fp32"),
+    *("--steps", 12, "--eval-every", 4, "--save-every", 3, "--log-every", 1, "--eval-tokens", 20),
+]
+
+
+@pytest.fixture
+def commands() -> Iterator[Commands]:
+    server = Commands()
+    yield server
+    server.close()
+
+
+def next_command(corpus: Path, folder: Path) -> list[object]:
+    """Return what a user does whose training has died: resume it if it is a run already."""
+    is_run = (folder / "config.yaml").exists()
+    return ["train", "--resume", folder] if is_run else ["train", corpus, *FLAGS, "--out", folder]
+
+
+def assert_ended_as(run: Run, straight: Run, *, is_saved_more_often: bool = False) -> None:
+    """Compare all that a training leaves but for times."""
+    assert_equal_ends(straight, run)
+    assert list_checkpoints(run) == list_checkpoints(straight)
+    lines = [
+        [line for line in metrics(one, timeless=True) if line["event"] != "save" or not is_saved_more_often]
+        for one in (run, straight)
+    ]
+    assert lines[0] == lines[1]
+    assert run.config_path.read_bytes() == straight.config_path.read_bytes()
+    assert set(tree(run.folder)) == set(tree(straight.folder))
+
+
+def train_straight(commands: Commands, corpus: Path, folder: Path) -> tuple[Run, float]:
+    """Train undisturbed; return the run and the seconds that it took."""
+    began = time.perf_counter()
+    commands.start(*next_command(corpus, folder))
+    assert commands.wait() == 0
+    return open_run(folder), time.perf_counter() - began
+
+
+@pytest.mark.parametrize("n_kills", [5, pytest.param(200, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_and_resumed_is_not_killed(
+    tmp_path: Path, commands: Commands, n_kills: int
+) -> None:
+    corpus, chooser = write_corpus(tmp_path), random.Random(n_kills)
+    straight, took_s = train_straight(commands, corpus, tmp_path / "straight")
+    n_killed = n_runs = 0
+    while n_killed < n_kills:
+        folder, code = tmp_path / f"run {n_runs}", 1
+        n_runs += 1
+        while code != 0:
+            # Half of the moments are calls that change files, the others any.
+            is_at_call = n_killed % 2 == 0
+            args = next_command(corpus, folder)
+            if n_killed >= n_kills:
+                commands.start(*args)
+            elif is_at_call:
+                commands.start(*args, kill_at=chooser.randrange(60))
+            else:
+                process = commands.start(*args)
+                time.sleep(chooser.uniform(0, took_s))
+                os.kill(process, signal.SIGKILL)
+            code = commands.wait()
+            assert code in (0, -signal.SIGKILL), Path("printed").read_text()
+            n_killed += code != 0
+        assert_ended_as(open_run(folder), straight)
+        shutil.rmtree(folder)
