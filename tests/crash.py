@@ -193,9 +193,13 @@ class Commands:
 
 
 def _serve() -> None:
-    import txlcli.train  # noqa: F401  # what takes long to import; nothing runs here, so forking is safe
-    from txlcli.cli import main
+    # What takes long to import. Nothing of it runs here, so that forking is safe.
+    import txlcli.cli
+    import txlcli.train  # noqa: F401
+    from txlcli import __main__ as program
 
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, program._end)  # as in a child from its first moment on
     answer, child = 0, 0
     while True:
         sys.stdout.write(f"{answer}\n")
@@ -215,7 +219,8 @@ def _serve() -> None:
                 os.dup2(file.fileno(), 2)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             with counted(Calls(request["kill_at"], lambda: os.kill(os.getpid(), signal.SIGKILL))):
-                main(request["args"])
+                sys.argv = ["txl", *request["args"]]
+                program.main()
 
 
 if __name__ == "__main__":

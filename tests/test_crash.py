@@ -215,3 +215,30 @@ def test_killed_at_random_moments_and_resumed_is_not_killed(
             n_killed += code != 0
         assert_ended_as(open_run(folder), straight)
         shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+def test_signals_at_random_moments_end_in_seconds_and_resume_exactly(
+    tmp_path: Path, commands: Commands
+) -> None:
+    corpus, chooser = write_corpus(tmp_path), random.Random(0)
+    straight, took_s = train_straight(commands, corpus, tmp_path / "straight")
+    n_signals = n_runs = 0
+    while n_signals < 40:
+        folder, code = tmp_path / f"run {n_runs}", 1
+        n_runs += 1
+        while code != 0:
+            process = commands.start(*next_command(corpus, folder))
+            number = chooser.choice([signal.SIGINT, signal.SIGTERM])
+            time.sleep(chooser.uniform(0, took_s))
+            os.kill(process, number)
+            sent = time.perf_counter()
+            code = commands.wait()
+            assert time.perf_counter() - sent < 10
+            printed = Path("printed").read_text()
+            # While the interpreter itself is ending there is no handler any more.
+            assert code in (0, 128 + number) or (code == -number and "done  step" in printed), printed
+            assert "Traceback" not in printed
+            n_signals += code != 0
+        assert_ended_as(open_run(folder), straight, is_saved_more_often=True)
+        shutil.rmtree(folder)
