@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -125,6 +127,37 @@ def test_stopped_and_resumed_is_not_stopped(tmp_path: Path, n: int, flags: dict[
     saved = [line["step"] for line in metrics(straight) if line["event"] == "save"]
     own = () if n in saved else (n,)
     assert lines_but_saves_of(straight) == lines_but_saves_of(ready.run, *own)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("attention", ["auto", "eager"])
+def test_deterministic_on_a_gpu_stopped_and_resumed_is_not_stopped(
+    tmp_path: Path, precision: str, attention: str
+) -> None:
+    if precision == "bf16" and not torch.cuda.is_bf16_supported():
+        pytest.skip("this GPU has no bf16")
+    settings = {
+        **{"n_layer": 2, "d_model": 64, "n_head": 2, "tgt_len": 32, "mem_len": 48, "batch_size": 4},
+        **{"steps": 40, "eval_every": 15, "save_every": 10, "dropout": 0.2, "optimizer": "adamw"},
+        **{"tokenizer": "char", "device": "cuda", "precision": precision, "attention": attention},
+    }
+    flags = [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    corpus = write_corpus(tmp_path, n_bytes=20_000)
+
+    def command(*args: object) -> None:
+        # Each in a process of its own, as users resume; and cuBLAS reads how it is to sum when it starts.
+        line = [sys.executable, "-m", "txlcli", "train", *map(str, args)]
+        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+        done = subprocess.run(line, capture_output=True, text=True, env=env, check=False)
+        assert done.returncode == 0, done.stderr
+
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    command(corpus, *flags, "--deterministic", "--out", straight)
+    command(corpus, *flags, "--deterministic", "--out", stopped, "--stop-at", 17)
+    command("--resume", stopped)
+    assert_equal_ends(Run(straight), Run(stopped))
+    assert lines_but_saves_of(Run(straight)) == lines_but_saves_of(Run(stopped), 17)
 
 
 SCHEMES: dict[str, dict[str, Any]] = {
