@@ -460,7 +460,8 @@ def remove_checkpoint(path: Path) -> None:
     """Delete a checkpoint so that what is half deleted never looks like one."""
     doomed = path.with_name(f".{path.name}.deleted.tmp")
     shutil.rmtree(doomed, ignore_errors=True)
-    shutil.rmtree(path.rename(doomed))
+    # A file that somebody is reading cannot go everywhere; it goes when the run is next swept.
+    shutil.rmtree(path.rename(doomed), ignore_errors=True)
 
 
 def sweep_run(run: Run) -> list[Path]:

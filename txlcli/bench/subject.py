@@ -32,6 +32,7 @@ class Subject:
         is_assumed: Nobody said how large the vocabulary is.
         checkpoint: Folder of the weights; None: fresh ones.
         step: The checkpoint's step.
+        notice: What to say of how it was found; None: nothing.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Subject:
     is_assumed: bool = False
     checkpoint: Path | None = None
     step: int | None = None
+    notice: str | None = None
 
     @property
     def clusters(self) -> Clusters:
@@ -66,7 +68,7 @@ def run_subject(run: Run, changes: Settings) -> Subject:
     Raises:
         UserError: the run is damaged, has no checkpoint, or the changes make no sense.
     """
-    path, _ = find_checkpoint(run)
+    path, notice = find_checkpoint(run)
     settings = read_settings(run.config_path)
     trained, changed = build(settings), build(override(settings, changes))
     return Subject(
@@ -83,6 +85,7 @@ def run_subject(run: Run, changes: Settings) -> Subject:
         n_vocab=vocabulary_size(run),
         checkpoint=path,
         step=step_of(path),
+        notice=notice,
     )
 
 

@@ -274,10 +274,10 @@ class _Request:
         elif name is None:
             # What contradicts itself does so for any text: refused before a long one is read.
             plan_text(settings, _ANY_TEXT)
-        init = None if name is None else open_run(str(name))
+        init, notices = None if name is None else open_run(str(name)), tuple[str, ...]()
         if init is not None:
             refuse_without_tokenizer(init)
-            load_model(init)  # what cannot be read is refused before anything is made
+            notices = load_model(init).notices  # what cannot be read is refused before anything is made
             theirs = build(read_settings(init.config_path))
             settings = take_from_run(settings, theirs, str(name))
         device = choose_device(str(_value(settings, "device")))
@@ -287,7 +287,7 @@ class _Request:
         attention, told = choose_attention(settings)
         if told is not None:
             settings = settings | {"attention": Sourced(attention, f"plan: {told}")}
-        notices = () if told is None else (f"attention: {told}",)
+            notices += (f"attention: {told}",)
         return cls(settings, is_from_file, device, attention, init, started, should_stop, notices)
 
     def pause(self) -> None:
