@@ -150,7 +150,7 @@ def test_preparing_again_and_changing_settings(tmp_path: Path) -> None:
 FLAGS = [
     *("--tokenizer", "char", "--n-layer", 1, "--d-model", 8, "--n-head", 1, "--tgt-len", 8, "--mem-len", 8),
     *("--batch-size", 4, "--dropout", 0.1, "--optimizer", "adamw", "--device", "cpu", "--precision", "fp32"),
-    *("--steps", 12, "--eval-every", 4, "--save-every", 3, "--log-every", 1, "--eval-tokens", 20),
+    *("--steps", 9, "--eval-every", 6, "--save-every", 2, "--log-every", 1, "--eval-tokens", 20),
 ]
 
 

@@ -80,7 +80,8 @@ def folder_whole(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Fill a folder that gets its name only when the block ends well; at an exception nothing is left.
 
     Yields a temporary folder beside `path`. All that lies in it at the end is flushed to the disk before the
-    rename. A folder that has the name already is refused, or with `replace` removed just before the rename.
+    rename. A folder that has the name already is refused, or with `replace` put aside just before the rename
+    and removed after it.
 
     Raises:
         UserError: the place cannot be written to, the name is taken, or the disk is full.
