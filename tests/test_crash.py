@@ -205,10 +205,10 @@ def test_killed_at_random_moments_and_resumed_is_not_killed(
             if n_killed >= n_kills:
                 commands.start(*args)
             elif is_at_call:
-                commands.start(*args, kill_at=chooser.randrange(60))
+                commands.start(*args, kill_at=chooser.randrange(100))
             else:
                 process = commands.start(*args)
-                time.sleep(chooser.uniform(0, took_s))
+                time.sleep(chooser.uniform(0, took_s / 2))  # the rest is the interpreter's own end
                 os.kill(process, signal.SIGKILL)
             code = commands.wait()
             assert code in (0, -signal.SIGKILL), Path("printed").read_text()
