@@ -8,7 +8,7 @@ import platform
 import shutil
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 from tests.test_cli import refusal
 from tests.test_resume import go_on, texts
 from tests.test_train import TINY, make_run, train_run, write_corpus
-from txlcli import UserError, files
+from txlcli import UserError, checkpoint, files
 from txlcli.api import load
 from txlcli.config import from_flags
 from txlcli.run import Run, describe_run, list_checkpoints, writing
@@ -245,35 +245,60 @@ def writing_in_vain(run: Run) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("which", ["best", "last"])
-def test_a_step_that_goes_while_it_is_read_is_looked_for_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
+def test_a_step_that_goes_at_any_moment_while_it_is_read_is_looked_for_again(
+    tmp_path: Path, which: str
 ) -> None:
-    from txlcli import checkpoint
-
-    run, _ = train_run(tmp_path)
+    run, _ = train_run(tmp_path, n_layer=1, d_model=8)
     later = tmp_path / "later"
     shutil.copytree(run.folder, later)
-    shutil.rmtree(run.checkpoint_path(12))
-    run.pointers_path.write_text('{"best": 6, "best_nll": 1.0, "last": 6}')
-    real, n_times = checkpoint.open_tensors, 0
+    later_pointers = (later / "pointers.json").read_bytes().replace(b'"best": 6', b'"best": 12')
 
-    def move_on(path: Path, *args: Any) -> Any:
-        nonlocal n_times
-        n_times += 1
-        if n_times == 1:
-            shutil.copytree(later, run.folder, dirs_exist_ok=True)
-            run.pointers_path.unlink()
-            shutil.copy(later / "pointers.json", run.pointers_path)
-            shutil.rmtree(run.checkpoint_path(6))
-        return real(path, *args)
+    def go_back() -> None:
+        shutil.rmtree(run.folder)
+        shutil.copytree(later, run.folder)
+        shutil.rmtree(run.checkpoint_path(12))
+        files.write_whole(run.pointers_path, b'{"best": 6, "best_nll": 1.0, "last": 6}')
 
-    monkeypatch.setattr(checkpoint, "open_tensors", move_on)
-    assert checkpoint.load_model(run, which).step == list_checkpoints(run)[-1] == 12
+    def move_on() -> None:
+        # As a training does: it saves, points to that, and deletes.
+        shutil.copytree(later / "checkpoints/step-0000012", run.checkpoint_path(12))
+        files.write_whole(run.pointers_path, later_pointers)
+        shutil.rmtree(run.checkpoint_path(6))
+
+    def read(at: int | None) -> int:
+        """Load the model, with the training moving on before a certain look at the disk; count the looks."""
+        n_looks, is_moving = 0, False
+
+        def look(real: Callable[..., Any]) -> Callable[..., Any]:
+            def look_later(*args: Any, **rest: Any) -> Any:
+                nonlocal n_looks, is_moving
+                if not is_moving:
+                    n_looks, is_moving = n_looks + 1, True
+                    if n_looks - 1 == at:
+                        move_on()
+                    is_moving = False
+                return real(*args, **rest)
+
+            return look_later
+
+        with pytest.MonkeyPatch.context() as patch:
+            for owner, name in ((Path, "stat"), (Path, "iterdir"), (os, "open"), (checkpoint, "safe_open")):
+                patch.setattr(owner, name, look(getattr(owner, name)))
+            loaded = checkpoint.load_model(run, which)
+        assert loaded.step in (6, 12)
+        assert loaded.notices == ()
+        return n_looks
+
+    go_back()
+    n_looks = read(None)
+    assert n_looks > 15
+    for at in range(n_looks):
+        go_back()
+        read(at)
+        assert list_checkpoints(run) == [12]
 
 
 def test_looking_again_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from txlcli import checkpoint
-
     run, _ = train_run(tmp_path)
     n_times = 0
 

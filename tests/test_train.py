@@ -773,19 +773,32 @@ def test_a_disk_that_is_too_full_for_checkpoints_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_an_interrupted_beginning_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "flags", [{"tokenizer": "char"}, {"tokenizer": "word"}, {"tokenizer": "char", "minutes": 0.001}]
+)
+def test_a_beginning_interrupted_anywhere_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(cost, "MEASURED_S", 0)
     corpus = write_corpus(tmp_path)
-    for n_allowed in range(4):
+    settings = {**TINY, "corpus": (str(corpus),), **flags}
+    if "minutes" in flags:
+        del settings["steps"]
+    n_allowed = 0
+    while True:
         asked = iter([False] * n_allowed)
         events = list(
             begin(
-                from_flags({**TINY, "corpus": (str(corpus),), "tokenizer": "char"}),
+                from_flags(settings),
                 out=tmp_path / "run",
                 should_stop=lambda asked=asked: next(asked, True),  # type: ignore[misc]
             )
         )
-        assert of_kind(events, Ready) == []
+        if of_kind(events, Ready):
+            break
         assert sorted(path.name for path in tmp_path.iterdir()) == ["words.txt"]
+        n_allowed += 1
+    assert n_allowed >= (8 if "minutes" in flags else 4)
 
 
 def test_a_beginning_that_is_not_awaited_leaves_nothing(tmp_path: Path) -> None:

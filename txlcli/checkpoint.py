@@ -330,7 +330,9 @@ def load_model(run: Run, which: str = "best", device: str | torch.device = "cpu"
         before = _look_around(run)
         try:
             path, notice = find_checkpoint(run, which)
-            return _load_model(run, path, device, () if notice is None else (notice,))
+            # What looks damaged may only have been deleted while it was looked at.
+            if notice is None or not n_left or _look_around(run) == before:
+                return _load_model(run, path, device, () if notice is None else (notice,))
         except UserError:
             # A training may have deleted the step meanwhile, or be putting it in the place of another.
             time.sleep(_READ_PAUSE_S)
@@ -420,8 +422,9 @@ def open_tensors(path: Path, remedy: str = _REMEDY) -> Iterator[Any]:
     _check_header(path, remedy)
     try:
         opened = safe_open(path, framework="pt", device="cpu")
-    except OSError as error:  # a training has just deleted it, or the disk fails
-        raise UserError(f"{path}: cannot be read; {describe_error(error)}") from error
+    except (OSError, RuntimeError) as error:  # a training has just deleted it, or the disk fails
+        reason = describe_error(error) if isinstance(error, OSError) else " ".join(str(error).split())
+        raise UserError(f"{path}: cannot be read; {reason}") from error
     except SafetensorError as error:
         raise UserError(f"{path}: damaged; {error}; {remedy}") from error
     try:
@@ -484,7 +487,10 @@ def _check_size(path: Path, config: ModelConfig, n_vocab: int) -> None:
 
     Building it on torch's meta device would check every shape first, but loads a second's worth of modules.
     """
-    least, size = 4 * least_numbers(config, n_vocab), path.stat().st_size
+    status = look_at(path)
+    if status is None:  # a training has just deleted it
+        raise UserError(f"{path}: cannot be read; no such file or directory")
+    least, size = 4 * least_numbers(config, n_vocab), status.st_size
     if size < least:
         raise UserError(
             f"{path}: too small for this model; got {size:,} bytes, the weights take {least:,}; {_REMEDY}"
