@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,10 @@ from txlcli import UserError, checkpoint
 from txlcli.checkpoint import (
     NonFiniteError,
     describe_weights,
+    find_damage,
     load_model,
     load_state,
+    load_values,
     load_weights,
     save_checkpoint,
 )
@@ -72,9 +74,18 @@ def refused(text: str) -> Iterator[None]:
     assert str(caught.value) == text
 
 
+def unseal(path: Path) -> None:
+    """Take the checksums out of a checkpoint, as if an older version had written it."""
+    values = json.loads((path / "state.json").read_text())
+    for key in ("checksum", "files"):
+        values.pop(key, None)
+    (path / "state.json").write_text(json.dumps(values))
+
+
 @contextmanager
 def rewritten(run: Run) -> Iterator[tuple[dict[str, Tensor], dict[str, str]]]:
-    """Change the tensors and the metadata of the weights' file."""
+    """Change the tensors and the metadata of the weights' file, of which there is no checksum then."""
+    unseal(run.checkpoint_path(3))
     path = run.checkpoint_path(3) / "model.safetensors"
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
@@ -460,6 +471,8 @@ def test_damaged_metadata_is_refused(run: Run, text: str, fault: str) -> None:
 
 
 def overwrite(path: Path, data: bytes) -> None:
+    if path.name != "state.json":
+        unseal(path.parent)
     path.unlink()
     path.write_bytes(data)
 
@@ -626,6 +639,135 @@ def test_loading_does_not_load_what_it_does_not_need(run: Run) -> None:
     assert done.returncode == 0, done.stderr
 
 
+# Damage is noticed by checksums
+
+
+def damage(path: Path, how: str) -> None:
+    """Damage a file as disks and copies do."""
+    data = path.read_bytes()
+    path.unlink()
+    if how == "cut":
+        path.write_bytes(data[:-7])
+    elif how == "zeroed":
+        path.write_bytes(bytes(len(data)))
+    elif how == "flipped":
+        path.write_bytes(data[:-5] + bytes([data[-5] ^ 1]) + data[-4:])
+    else:
+        assert how == "gone"
+
+
+DAMAGES = ("cut", "zeroed", "flipped", "gone")
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("name", ["model.safetensors", "state.safetensors", "state.json"])
+def test_any_damage_is_noticed(run: Run, name: str, how: str) -> None:
+    folder = run.checkpoint_path(3)
+    assert find_damage(folder, with_state=True) is None
+    damage(folder / name, how)
+    fault = find_damage(folder, with_state=True)
+    assert fault is not None
+    assert fault.startswith(f"{folder / name}: ")
+    # Of the state's tensors nothing hangs for those who only want the weights, and a run may do without any.
+    is_fine = name == "state.safetensors" or (name, how) == ("state.json", "gone")
+    assert (find_damage(folder, with_state=False) is None) == is_fine
+
+
+def test_faults_in_plain_words(run: Run) -> None:
+    folder = run.checkpoint_path(3)
+    size = Path(WEIGHTS).stat().st_size
+    damage(Path(WEIGHTS), "flipped")
+    for which in ("best", "last", "3"):  # it is the only one
+        with refused(f"{WEIGHTS}: damaged; its bytes are not those that were written; {REMEDY}"):
+            load_model(run, which)
+    with Path(WEIGHTS).open("ab") as file:
+        file.write(b"more")
+    with refused(f"{WEIGHTS}: damaged; got {size + 4:,} bytes, it was written with {size}; {REMEDY}"):
+        load_model(run)
+    damage(folder / "state.json", "flipped")
+    with pytest.raises(UserError, match=r"/state\.json: damaged"):
+        load_model(run)
+    save(run, TransformerXL(MODEL, TOKENIZER.n_vocab), 3)
+    assert load_model(run).notices == ()
+
+
+def test_a_bit_that_flips_anywhere_in_the_values_is_noticed(run: Run) -> None:
+    path = run.checkpoint_path(3) / "state.json"
+    whole = path.read_bytes()
+    values = json.loads(whole)
+    for at in range(len(whole)):
+        data = whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :]
+        path.write_bytes(data)
+        with suppress(UserError):
+            load_values(path.parent)
+            assert json.loads(data) == values  # one blank for another
+
+
+def test_values_cannot_pretend_to_have_checksums(run: Run) -> None:
+    path = run.checkpoint_path(3) / "state.json"
+    plain = json.loads(path.read_text())
+    for changes in ({"checksum": None}, {"files": None}, {"files": []}, {"files": {}}, {"x": "\ud800"}):
+        path.write_text(json.dumps({**plain, **changes}))
+        assert find_damage(path.parent, with_state=True)
+    for files in ([], {}, {"model.safetensors": 1}, {"model.safetensors": {"bytes": "x", "sha256": []}}):
+        values = {"step": 3, "files": files}
+        path.write_text(json.dumps({**values, "checksum": checkpoint._checksum(values)}))
+        assert find_damage(path.parent, with_state=True)
+
+
+def test_last_is_the_newest_that_is_whole_and_it_is_said(run: Run) -> None:
+    model = TransformerXL(MODEL, TOKENIZER.n_vocab)
+    for step in (5, 7, 9):
+        save(run, model, step)
+    write_pointers(run, Pointers(7, 9, 1.0))
+    damage(run.checkpoint_path(9) / "model.safetensors", "flipped")
+    weights = "run/checkpoints/step-000000{}/model.safetensors"
+    fault = ": damaged; its bytes are not those that were written"
+    loaded = load_model(run, "last")
+    assert loaded.step == 7
+    assert loaded.notices == (f"{weights.format(9)}{fault}; step 7 is used instead",)
+    assert load_model(run).notices == ()
+    damage(run.checkpoint_path(7) / "model.safetensors", "flipped")
+    loaded = load_model(run, "last")
+    assert loaded.step == 5
+    assert loaded.notices == (f"{weights.format(9)}{fault}, and 1 more before it; step 5 is used instead",)
+    # Another's weights are not what was asked for.
+    for which, step in (("best", 7), ("7", 7), ("9", 9)):
+        with refused(f"{weights.format(step)}{fault}; {REMEDY}"):
+            load_model(run, which)
+    write_pointers(run, Pointers(None, 9, None))  # before the first evaluation best is last
+    assert load_model(run).step == 5
+    for step in (3, 5):
+        damage(run.checkpoint_path(step) / "model.safetensors", "flipped")
+    with refused(f"{weights.format(9)}{fault}; no other checkpoint of run is whole"):
+        load_model(run, "last")
+
+
+def test_checkpoints_of_before_there_were_checksums_load(run: Run) -> None:
+    expected = load_state(run.checkpoint_path(3))
+    unseal(run.checkpoint_path(3))
+    assert find_damage(run.checkpoint_path(3), with_state=True) is None
+    assert load_state(run.checkpoint_path(3))[1] == expected[1]
+    assert load_model(run, "last").notices == ()
+    (run.checkpoint_path(3) / "state.safetensors").write_bytes(b"short")
+    assert find_damage(run.checkpoint_path(3), with_state=True)
+    for name in ("state.safetensors", "state.json"):
+        (run.checkpoint_path(3) / name).unlink()
+    assert load_model(run, "last").notices == ()
+
+
+def test_what_is_written_is_what_is_hashed(run: Run) -> None:
+    folder = run.checkpoint_path(3)
+    values = json.loads((folder / "state.json").read_text())
+    assert set(values) == {"checksum", "files", "step"}
+    expected = hashes(folder)
+    del expected["state.json"]
+    assert {name: entry["sha256"] for name, entry in values["files"].items()} == expected
+    assert {name: entry["bytes"] for name, entry in values["files"].items()} == {
+        name: (folder / name).stat().st_size for name in expected
+    }
+
+
 def peak_bytes() -> int:
     if sys.platform == "win32":
         pytest.skip("no resource module here")
@@ -643,7 +785,7 @@ def test_missing_files_are_named(run: Run) -> None:
             load_state(folder)
         (folder / "away").rename(folder / name)
     Path(WEIGHTS).unlink()
-    with refused(f"{WEIGHTS}: cannot be read; no such file or directory"):
+    with refused(f"{WEIGHTS}: cannot be read; no such file or directory; {REMEDY}"):
         load_model(run)
 
 

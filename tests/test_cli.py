@@ -632,6 +632,27 @@ def test_stopping_and_resuming(trained, text):
     assert refusal("train", "--resume", "a", "--no-tied").startswith("--no-tied: cannot change on resume; ")
 
 
+def test_a_damaged_checkpoint_is_told_where_another_is_used_and_refused_where_it_was_named(trained):
+    shutil.copytree(trained, "a")
+    weights = Path("a/checkpoints/step-0000012/model.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    fault = f"{weights}: damaged; its bytes are not those that were written"
+    used = f"note: {fault}; step 11 is used instead\n"
+    generated = run("generate", "--run", "a", "--checkpoint", "last", "--max-tokens", 3, "--seed", 1)
+    assert used in generated.stderr
+    scored = run("eval", "--run", "a", "--checkpoint", "last", "--mem-len", 8, "--json")
+    assert json.loads(scored.stdout)["notices"][0] == used.strip().removeprefix("note: ")
+    Path("a/pointers.json").write_text('{"best": 12, "best_nll": 1.0, "last": 12}')
+    for flags in ([], ["--checkpoint", "12"]):
+        assert refusal("generate", "--run", "a", *flags).startswith(f"{fault}; take another step with ")
+    resumed = run("train", "--resume", "a")
+    assert used in resumed.stderr
+    assert weights.read_bytes() == (trained / weights.relative_to("a")).read_bytes()
+    assert "note: " not in run("generate", "--run", "a", "--max-tokens", 3).stderr
+
+
 def test_silence_does_not_change_the_result(text):
     flags = ["--tokenizer", "char", "--steps", "4", "--valid-fraction", "0.2", "--eval-tokens", "9"]
     loud, quiet = (

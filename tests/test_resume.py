@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,12 +17,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.test_checkpoint import damage, unseal
 from tests.test_train import make_run, metrics, of_kind, train_run, write_corpus
 from txlcli import UserError
-from txlcli.checkpoint import load_state, save_checkpoint
+from txlcli.checkpoint import find_damage, load_model, load_state, save_checkpoint
 from txlcli.config import Config, DataConfig, ModelConfig, OptimConfig, from_flags, load, read_origins
 from txlcli.data import Batches, TokenStore, stream_start
-from txlcli.run import Run, list_checkpoints, read_pointers
+from txlcli.run import Pointers, Run, list_checkpoints, read_pointers
 from txlcli.train import (
     Event,
     Finished,
@@ -126,6 +129,37 @@ def test_stopped_and_resumed_is_not_stopped(tmp_path: Path, n: int, flags: dict[
     assert lines_but_saves_of(straight) == lines_but_saves_of(ready.run, *own)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("attention", ["auto", "eager"])
+def test_deterministic_on_a_gpu_stopped_and_resumed_is_not_stopped(
+    tmp_path: Path, precision: str, attention: str
+) -> None:
+    if precision == "bf16" and not torch.cuda.is_bf16_supported():
+        pytest.skip("this GPU has no bf16")
+    settings = {
+        **{"n_layer": 2, "d_model": 64, "n_head": 2, "tgt_len": 32, "mem_len": 48, "batch_size": 4},
+        **{"steps": 40, "eval_every": 15, "save_every": 10, "dropout": 0.2, "optimizer": "adamw"},
+        **{"tokenizer": "char", "device": "cuda", "precision": precision, "attention": attention},
+    }
+    flags = [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    corpus = write_corpus(tmp_path, n_bytes=20_000)
+
+    def command(*args: object) -> None:
+        # Each in a process of its own, as users resume; and cuBLAS reads how it is to sum when it starts.
+        line = [sys.executable, "-m", "txlcli", "train", *map(str, args)]
+        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+        done = subprocess.run(line, capture_output=True, text=True, env=env, check=False)
+        assert done.returncode == 0, done.stderr
+
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    command(corpus, *flags, "--deterministic", "--out", straight)
+    command(corpus, *flags, "--deterministic", "--out", stopped, "--stop-at", 17)
+    command("--resume", stopped)
+    assert_equal_ends(Run(straight), Run(stopped))
+    assert lines_but_saves_of(Run(straight)) == lines_but_saves_of(Run(stopped), 17)
+
+
 SCHEMES: dict[str, dict[str, Any]] = {
     "biases of each layer": {"untie_r": True, "optimizer": "sgd", "weight_decay": 0.1},
     "shaw": {"position": "shaw", "max_relative_position": 5, "accumulate": 2},
@@ -192,6 +226,7 @@ def changed_state(run: Run, step: int) -> Iterator[dict[str, Tensor]]:
     tensors, _ = load_state(path)
     yield tensors
     save_file(tensors, path / "state.safetensors")
+    unseal(path)
 
 
 @pytest.mark.parametrize("scheme", ["shaw", "sinusoid", "sinusoid that runs on", "learned"])
@@ -503,6 +538,7 @@ def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
     ready = make_run(tmp_path)
     list(train(ready.run, ready.config, stop_at=3))
     path = ready.run.checkpoint_path(3)
+    unseal(path)
     plain = (path / "state.json").read_text()
     values = json.loads(plain)
     values["counters"]["tokens"] = "many"
@@ -520,6 +556,130 @@ def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
         tensors["memory.0"] = tensors["memory.0"][:, :, :3].contiguous()
     with pytest.raises(UserError, match=r"the training state is damaged; the memory has another shape"):
         list(train(ready.run, ready.config))
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("model.safetensors", "flipped"),
+        ("state.safetensors", "cut"),
+        ("state.json", "flipped"),
+        ("state.json", "gone"),
+    ],
+)
+def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_used(
+    tmp_path: Path, name: str, how: str
+) -> None:
+    flags = {"steps": 8, "eval_every": 4, "save_every": 2, "dropout": 0.2}
+    straight, _ = train_run(tmp_path, "straight", **flags)
+    ready = make_run(tmp_path, "damaged", **flags)
+    list(train(ready.run, ready.config, stop_at=6))
+    damage(ready.run.checkpoint_path(6) / name, how)
+    (told,) = texts(go_on(ready.run))
+    assert told.startswith(f"{ready.run.checkpoint_path(6) / name}: ")
+    assert told.endswith("; step 4 is used instead")
+    assert "\n" not in told
+    assert_equal_ends(straight, ready.run)
+    assert metrics(ready.run, timeless=True) == metrics(straight, timeless=True)
+    assert list_checkpoints(ready.run) == list_checkpoints(straight)
+    assert all(find_damage(ready.run.checkpoint_path(n), with_state=True) is None for n in (6, 8))
+
+
+def test_a_damaged_checkpoint_that_is_not_reached_again_does_not_count(tmp_path: Path) -> None:
+    ready = make_run(tmp_path, steps=8, save_every=2, eval_every=8, keep=2)
+    list(train(ready.run, ready.config, stop_at=6))
+    damage(ready.run.checkpoint_path(6) / "model.safetensors", "gone")
+    assert list_checkpoints(ready.run) == [4, 6]
+    list(train(ready.run, ready.config, stop_at=5))
+    # It is neither one of the newest two nor taken for the last.
+    assert list_checkpoints(ready.run) == [4, 5, 6]
+    assert read_pointers(ready.run).last == 5
+    loaded = load_model(ready.run, "last")
+    assert loaded.step == 5
+    assert len(loaded.notices) == 1
+    assert go_on(ready.run)[-1].step == 8  # type: ignore[union-attr]
+    assert list_checkpoints(ready.run) == [6, 8]
+
+
+@pytest.mark.parametrize("how", ["flipped", "gone"])
+def test_a_lost_best_is_told_and_best_is_last_until_there_is_a_better_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str
+) -> None:
+    ready = make_run(tmp_path, steps=8, eval_every=2, save_every=2, keep=1)
+    run, plain, nlls = ready.run, evaluating.evaluate, iter([2.0, 3.0, 4.0, 1.0])
+
+    def scores(*args: Any, **rest: Any) -> Iterator[Any]:
+        for event in plain(*args, **rest):
+            if isinstance(event, evaluating.Score):
+                yield replace(event, total_nll=next(nlls) * event.tokens)
+            else:
+                yield event
+
+    monkeypatch.setattr(evaluating, "evaluate", scores)
+    list(train(run, ready.config, stop_at=4))
+    assert list_checkpoints(run) == [2, 4]
+    best = run.checkpoint_path(2)
+    shutil.rmtree(best) if how == "gone" else damage(best / "model.safetensors", how)
+    (told,) = texts(list(train(run, ready.config, stop_at=6)))
+    faults = {
+        "gone": ": is not there any more",
+        "flipped": "/model.safetensors: damaged; its bytes are not those that were written",
+    }
+    assert told == f"{best}{faults[how]}; it was the best, so best is last until an evaluation is better"
+    # No evaluation since was better, so nothing else counts as best; and the damaged one is not deleted.
+    assert list_checkpoints(run) == ([6] if how == "gone" else [2, 6])
+    assert read_pointers(run) == Pointers(None, 6, None)
+    assert load_model(run).step == 6
+    go_on(run)
+    assert read_pointers(run) == Pointers(8, 8, 1.0)
+    assert list_checkpoints(run) == [8]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused(tmp_path: Path) -> None:
+    ready = make_run(tmp_path, steps=8)
+    list(train(ready.run, ready.config, stop_at=3))
+    for step in (0, 3):
+        damage(ready.run.checkpoint_path(step) / "state.json", "gone")
+    newest = ready.run.checkpoint_path(3) / "state.json"
+    for work in (lambda: go_on(ready.run), lambda: list(train(ready.run, ready.config))):
+        with pytest.raises(UserError) as caught:
+            work()
+        assert str(caught.value) == (
+            f"{newest}: cannot be read; no such file or directory; "
+            f"no other checkpoint of {ready.run.folder} is whole"
+        )
+
+
+@pytest.mark.parametrize(
+    "values", [{"metrics_bytes": -1}, {"metrics_bytes": "7"}, {"metrics_bytes": True}, {"environment": []}]
+)
+def test_a_state_with_lengths_that_cannot_be_is_refused(tmp_path: Path, values: dict[str, object]) -> None:
+    ready = make_run(tmp_path, steps=8)
+    list(train(ready.run, ready.config, stop_at=3))
+    path = ready.run.checkpoint_path(3)
+    unseal(path)
+    plain = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps({**plain, **values}))
+    with pytest.raises(UserError, match=r"state\.json: `metrics_bytes` or `environment` cannot be; damaged$"):
+        go_on(ready.run)
+
+
+def test_a_last_step_whose_end_was_killed_is_pointed_at_on_resume(tmp_path: Path) -> None:
+    straight, _ = train_run(tmp_path, "straight", keep=1)
+    run, _ = train_run(tmp_path, "killed", keep=1)
+    assert list_checkpoints(run) == [12]
+    shutil.copytree(run.checkpoint_path(12), run.checkpoint_path(6))  # what was to be deleted
+    run.pointers_path.write_text('{"best": 6, "best_nll": 9.0, "last": 6}')
+    assert of_kind(go_on(run), Notice)[0].text.endswith(
+        "is finished at step 12; a larger --steps continues it"
+    )
+    assert read_pointers(run) == read_pointers(straight)
+    assert list_checkpoints(run) == [12]
+    at = run.pointers_path.stat().st_mtime_ns
+    go_on(run)
+    assert (
+        run.pointers_path.stat().st_mtime_ns == at
+    )  # nothing was saved, so it is not the run that saved last
 
 
 def test_a_length_shorter_than_the_checkpoint_is_refused_in_training(tmp_path: Path) -> None:

@@ -439,6 +439,69 @@ def test_an_fp16_overflow_keeps_the_memory_and_lowers_the_scale(tmp_path: Path) 
     state.batches.store.close()
 
 
+def scaled(monkeypatch: pytest.MonkeyPatch, is_over: Callable[[int], bool], scale: float = 2.0**16) -> None:
+    """Train on the CPU with fp16's scaler; at some steps the scaled gradient does not fit."""
+    plain = TrainState.start
+
+    def begin(*args: Any, **rest: Any) -> TrainState:
+        state = plain(*args, **rest)
+        state.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        state.model.embed.weight.register_hook(
+            lambda grad: grad * (math.inf if is_over(state.counters.step) else 1)
+        )
+        return state
+
+    monkeypatch.setattr(TrainState, "start", begin)
+
+
+def test_overflows_are_told_once_counted_apart_and_no_fault_in_a_row(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scaled(monkeypatch, lambda step: 2 <= step <= 8)
+    ready = make_run(tmp_path)
+    events = list(train(ready.run, ready.config))
+    assert of_kind(events, Skipped) == [Skipped(2, "fp16 overflow, scale now 32768")]
+    assert isinstance(events[-1], Finished)
+    values = json.loads((ready.run.checkpoint_path(12) / "state.json").read_text())
+    assert values["scaler"]["scale"] == 2.0**9
+    assert [values["counters"][name] for name in ("n_overflows", "n_skipped", "n_skipped_in_row")] == [
+        7,
+        0,
+        0,
+    ]
+    assert [line["step"] for line in metrics(ready.run) if line["event"] == "skip"] == list(range(2, 9))
+
+
+def test_the_scale_is_part_of_what_is_resumed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    scaled(monkeypatch, lambda step: step in (2, 3, 9))
+    straight, _ = train_run(tmp_path, "straight")
+    ready = make_run(tmp_path, "stopped")
+    list(train(ready.run, ready.config, stop_at=4))
+    list(train(ready.run, ready.config))
+    states = [
+        json.loads((run.checkpoint_path(12) / "state.json").read_text()) for run in (straight, ready.run)
+    ]
+    assert states[0]["scaler"] == states[1]["scaler"]
+    assert states[0]["scaler"]["scale"] == 2.0**13
+    for name in ("model.safetensors", "state.safetensors"):
+        assert states[0]["files"][name] == states[1]["files"][name]
+
+
+def test_a_scale_below_its_floor_ends_the_run_with_advice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scaled(monkeypatch, lambda step: step > 7, scale=4.0)
+    ready = make_run(tmp_path)
+    with pytest.raises(NonFinite) as error:
+        list(train(ready.run, ready.config))
+    last = ready.run.checkpoint_path(6)
+    assert str(error.value).startswith("step 10: fp16 cannot hold the gradients; rate ")
+    assert str(error.value).endswith(
+        f"gradient norm inf; last good checkpoint: {last}; --precision bf16 or a lower --lr may help"
+    ), str(error.value)
+    assert list_checkpoints(ready.run)[-1] == 6
+
+
 # between steps
 
 
@@ -710,19 +773,32 @@ def test_a_disk_that_is_too_full_for_checkpoints_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_an_interrupted_beginning_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "flags", [{"tokenizer": "char"}, {"tokenizer": "word"}, {"tokenizer": "char", "minutes": 0.001}]
+)
+def test_a_beginning_interrupted_anywhere_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(cost, "MEASURED_S", 0)
     corpus = write_corpus(tmp_path)
-    for n_allowed in range(4):
+    settings = {**TINY, "corpus": (str(corpus),), **flags}
+    if "minutes" in flags:
+        del settings["steps"]
+    n_allowed = 0
+    while True:
         asked = iter([False] * n_allowed)
         events = list(
             begin(
-                from_flags({**TINY, "corpus": (str(corpus),), "tokenizer": "char"}),
+                from_flags(settings),
                 out=tmp_path / "run",
                 should_stop=lambda asked=asked: next(asked, True),  # type: ignore[misc]
             )
         )
-        assert of_kind(events, Ready) == []
+        if of_kind(events, Ready):
+            break
         assert sorted(path.name for path in tmp_path.iterdir()) == ["words.txt"]
+        n_allowed += 1
+    assert n_allowed >= (8 if "minutes" in flags else 4)
 
 
 def test_a_beginning_that_is_not_awaited_leaves_nothing(tmp_path: Path) -> None:

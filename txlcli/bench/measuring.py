@@ -100,7 +100,7 @@ class _Bench:
     def __init__(self, subject: Subject, options: Options, device: torch.device, folder: Path) -> None:
         self.subject, self.options, self.device, self.folder = subject, options, device, folder
         self.limits: dict[str, float] = {}
-        self.notices: list[str] = []
+        self.notices: list[str] = [] if subject.notice is None else [subject.notice]
 
     def run(self) -> Generator[Event, None, None]:
         """Measure all that is asked for."""
