@@ -12,8 +12,14 @@ __version__ = "0.1.0"
 class UserError(Exception):
     """A mistake that a user can mend: printed as one line without a traceback, exit code 2.
 
-    The message reads `place: fault; got; remedy`.
+    The message reads `place: fault; got; remedy`. What a file or a name brings into it that cannot be printed,
+    line ends and control codes among it, is written as escapes: it stays one line, and a terminal obeys none.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(
+            message if message.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)
+        )
 
 
 def __getattr__(name: str) -> Any:

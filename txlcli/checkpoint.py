@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from txlcli import UserError
 from txlcli.adaptive import Clusters
-from txlcli.config import Config, ModelConfig, SettingError, blame, build, build_section, read_settings
+from txlcli.config import Config, ModelConfig, SettingError, blame, build, build_section, read_settings, shown
 from txlcli.files import folder_whole, open_regular, read_at, read_bounded
 from txlcli.model import TransformerXL, clusters_of
 from txlcli.run import Run, choose_checkpoint, dump_json, load_run_tokenizer, parse_json, step_of
@@ -227,7 +227,7 @@ def open_tensors(path: Path, remedy: str = _REMEDY) -> Iterator[Any]:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
     except SafetensorError as error:
-        raise UserError(f"{path}: damaged; {error}; {remedy}") from error
+        raise UserError(f"{path}: damaged; {shown(error, 300)}; {remedy}") from error
 
 
 def _check_header(path: Path, remedy: str) -> None:

@@ -611,7 +611,7 @@ def parse_json(data: bytes | str, place: object) -> dict[str, Any]:
         UserError: it is not JSON, or no object; the message begins with `place`.
     """
     try:
-        values = json.loads(data, parse_constant=_refuse_constant)
+        values = json.loads(data, parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place}: damaged, not valid JSON; {json_fault(error)}") from error
     if not isinstance(values, dict):
@@ -628,6 +628,13 @@ def json_fault(error: ValueError | RecursionError) -> str:
     if "integer string conversion" in str(error):
         return "a whole number of more than 4,300 digits"
     return str(error).lower()
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{digits:.20} is too large a number")
+    return number
 
 
 def _refuse_constant(name: str) -> None:

@@ -22,6 +22,8 @@ SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 
 LARGEST_STORE_JSON = 1 << 26
 
+_LATEST_NS = 1 << 63
+
 
 @dataclass(frozen=True, kw_only=True)
 class SplitInfo:
@@ -322,10 +324,10 @@ def _sources(data: Any) -> tuple[SourceInfo, ...]:
         SourceInfo(
             path=_text(one, "path"),
             n_bytes=_integer(one, "n_bytes"),
-            mtime_ns=int(one["mtime_ns"]),
+            mtime_ns=_integer(one, "mtime_ns", -_LATEST_NS, _LATEST_NS),
             # A store of before has neither.
             inode=_integer_or_none({"inode": None, **one}, "inode", 1 << 64),
-            ctime_ns=None if one.get("ctime_ns") is None else int(one["ctime_ns"]),
+            ctime_ns=None if one.get("ctime_ns") is None else _integer(one, "ctime_ns", -_LATEST_NS, _LATEST_NS),
         )
         for one in data
     )

@@ -38,6 +38,11 @@ from txlcli.train.machine import is_out_of_memory
 from txlcli.train.optim import build_optimizers, move, set_learning_rate
 
 
+_MOMENTS = {"step", "exp_avg", "exp_avg_sq"}
+_KEYS = {"adam": _MOMENTS, "adamw": _MOMENTS, "sgd": {"momentum_buffer"}, "muon": {"momentum_buffer"}}
+"""What the state of each optimizer holds for a parameter; plain SGD holds nothing."""
+
+
 @dataclass
 class Counters:
     """What a training counts and remembers as plain numbers.
@@ -260,7 +265,9 @@ class TrainState:
                 entries = found.pop((kind, names[parameter]), None)
                 if entries is None:
                     continue
-                if any(t.shape not in (parameter.shape, torch.Size()) for t in entries.values()):
+                if entries.keys() != _KEYS[kind]:
+                    raise ValueError(f"the optimizer's state of {names[parameter]} is incomplete")
+                if any(t.shape != (() if key == "step" else parameter.shape) for key, t in entries.items()):
                     raise ValueError(f"the optimizer's state of {names[parameter]} has another shape")
                 state[index] = entries
             optimizer.load_state_dict({**optimizer.state_dict(), "state": state})

@@ -1,0 +1,308 @@
+"""Every reader of files against damaged ones: it returns, or refuses in one line, and does nothing else."""
+
+import itertools
+import json
+import os
+import random
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.fuzzing import Findings, Reader, fuzz
+from tests.test_convert import BASE, N_VOCAB, WORDS, draw, naming_of, settle, state_of, write_huggingface
+from tests.test_train import TINY, write_corpus
+from txlcli.api import load as load_run
+from txlcli.checkpoint import load_model
+from txlcli.config import build, from_flags, load, read_origins, read_settings
+from txlcli.convert.settings import settings_of
+from txlcli.convert.sources import open_source
+from txlcli.convert.vocabulary import read_vocab, vocabulary_of
+from txlcli.convert.weights import match
+from txlcli.data import (
+    Batches,
+    Look,
+    find_survey,
+    open_counts,
+    open_split,
+    read_store_info,
+    stores_in,
+    trusted_hash,
+)
+from txlcli.run import (
+    Conversion,
+    Run,
+    describe_run,
+    list_checkpoints,
+    read_asked,
+    read_bits_per_byte,
+    read_conversion,
+    read_pointers,
+    write_conversion,
+)
+from txlcli.sources import find_corpus
+from txlcli.tokenizer import build_tokenizer, load_tokenizer
+from txlcli.train import Ready, begin, evaluating, resume, train
+from txlcli.train.state import TrainState, optimize
+
+SECONDS = float(os.environ.get("TXL_FUZZ_SECONDS", "180"))
+"""How long the slow tests damage the files of each reader."""
+
+STEP = "checkpoints/step-0000002"
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train a small run that has all that a run can have."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    torch.set_num_threads(1)
+    flags = {**TINY, "corpus": (str(write_corpus(folder)),), "newlines": "drop", "steps": 2, "d_model": 4}
+    flags |= {"test": str(folder / "words.txt"), "n_layer": 1, "eval_every": 1, "n_head": 1}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluating, "SAMPLE_TOKENS", 3)
+        ready = list(begin(from_flags(flags), out=folder / "run"))[-1]
+        assert isinstance(ready, Ready)
+        list(train(ready.run, ready.config))
+    return folder / "run"
+
+
+# Readers: what of a folder is read, and how
+
+
+def read_config(folder: Path) -> None:
+    path = Run(folder).config_path
+    read_asked(Run(folder))
+    build(read_settings(path))
+    read_origins(path)
+
+
+def read_tokenizer(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    tokenizer.decode(range(tokenizer.n_vocab))
+
+
+def read_store(folder: Path) -> None:
+    info = read_store_info(folder)
+    for split in info.splits:
+        with open_split(folder, split) as store:
+            if store.n_tokens >= 2:
+                batches = Batches(store, 4, 8)
+                batches.segment(0), batches.segment(batches.steps_per_epoch - 1)
+            for start in range(0, store.n_tokens, 100):
+                store.read(start, min(start + 100, store.n_tokens))
+        if info.splits[split].counts_dtype is not None:
+            with open_counts(folder, split) as counts:
+                counts.read(0, counts.n_tokens)
+                counts.left_out_before(0, counts.n_tokens)
+
+
+def read_sibling(folder: Path) -> None:
+    stores = stores_in(folder.parent)
+    look = Look.at(find_corpus([str(folder / "config.yaml")]))
+    trusted_hash(stores, look)
+    sound = json.loads(SOUND_STORE)
+    found = find_survey(stores, sound["sha256"], sound["survey"]["rules"], "here")
+    if found is not None:
+        "".join(found.alphabet).encode()
+
+
+def read_small_files(folder: Path) -> None:
+    run = Run(folder)
+    pointers, _ = read_pointers(run), read_conversion(run)
+    read_bits_per_byte(run, pointers.best)
+    read_bits_per_byte(run, 2)
+
+
+def read_weights(folder: Path) -> None:
+    load_model(Run(folder))
+
+
+def read_state(folder: Path) -> None:
+    """Restore the state and do one more step with it."""
+    run = Run(folder)
+    config = load(run.config_path)
+    with open_split(folder, "train") as store:
+        batches = Batches(store, config.optim.batch_size, config.model.tgt_len)
+        state = TrainState.start(config, batches, 256, device=torch.device("cpu"), precision="fp32")
+        state.restore(run.checkpoint_path(list_checkpoints(run)[-1]))
+        optimize(state, rate=1e-3, clip=1.0)
+
+
+def read_source(folder: Path) -> None:
+    """Read a checkpoint of Hugging Face's, but for writing the run."""
+    source = open_source(folder)
+    settings = settings_of(source)
+    matched = match(source, settings)
+    vocabulary_of(source.vocabulary, source.vocabulary_place, settings.n_vocab)
+    matched.read()
+
+
+def read_words(folder: Path) -> None:
+    for name in ("words.txt", "words.json"):
+        vocabulary_of(read_vocab(folder / name), name, N_VOCAB)
+
+
+TOKENIZERS = {
+    "byte": {},
+    "char": {},
+    "word": {"vocab_size": 20},
+    "eos": {"vocab_size": 20, "newlines": "eos"},
+    "sentencepiece": {"vocab_size": 290},
+}
+
+
+def make_tokenizer(kind: str, folder: Path) -> None:
+    text = "the quick brown fox é\n" * 20
+    kwargs = {"vocab_size": None, "newlines": "keep"} | TOKENIZERS[kind]
+    name = "word" if kind == "eos" else kind
+    build_tokenizer(name, text=lambda: iter([text.encode()]), n_bytes=400, seed=0, **kwargs).save(folder)
+
+
+def copied(trained: Path, name: str) -> Path:
+    folder = Path("siblings", name).absolute()
+    shutil.copytree(trained, folder)
+    return folder
+
+
+def use_run(folder: Path) -> None:
+    """Summarize a run, generate with it and score with it."""
+    describe_run(Run(folder))
+    lm = load_run(folder)
+    lm.generate("the", max_tokens=3, seed=1)
+    lm.generate("", max_tokens=2, temperature=0)
+    lm.score_split("valid")
+
+
+def go_on(folder: Path) -> None:
+    """Resume a run for a step or two."""
+    n_asked = itertools.count()
+    ready = list(resume(Run(folder), {}, should_stop=lambda: next(n_asked) > 5))[-1]
+    if isinstance(ready, Ready):
+        n_asked = itertools.count()
+        list(train(ready.run, ready.config, should_stop=lambda: next(n_asked) > 1))
+
+
+def make_config(trained: Path) -> tuple[Path, Reader]:
+    asked = (
+        b"# As asked for; the text is yet to be prepared, and what this leaves open to be planned.\n"
+        b'data:\n  corpus:\n  - a b.txt\n  - "c\\u00e9"\n  tokenizer: char\nmodel: {n_layer: 2, cutoffs: [3, 5]}\n'
+    )
+    return copied(trained, "run"), Reader({"config.yaml": (asked,)}, read_config)
+
+
+def make_tokenizers(trained: Path) -> tuple[Path, Reader]:
+    folder = Path("run").absolute()
+    folder.mkdir()
+    examples = []
+    for kind in TOKENIZERS:
+        make_tokenizer(kind, folder)
+        examples.append((folder / "tokenizer.json").read_bytes())
+    examples.append(b'{"bytes": [97, 98, 10], "kind": "byte"}\n')
+    examples.append(b'{"characters": ["a", "\\u00e9", "\\n"], "kind": "char"}\n')
+    return folder, Reader({"tokenizer.json": tuple(examples), "tokenizer.model": ()}, read_tokenizer)
+
+
+def make_store(trained: Path) -> tuple[Path, Reader]:
+    names = ("store.json", "store.json", "store.json", "train.ids", "valid.counts", "valid.left_out")
+    return copied(trained, "run"), Reader({f"data/{name}": () for name in names}, read_store)
+
+
+def make_sibling(trained: Path) -> tuple[Path, Reader]:
+    global SOUND_STORE
+    folder = copied(trained, "run")
+    SOUND_STORE = (folder / "data/store.json").read_text()
+    return folder, Reader({"data/store.json": ()}, read_sibling)
+
+
+def make_small_files(trained: Path) -> tuple[Path, Reader]:
+    folder = copied(trained, "run")
+    write_conversion(Run(folder), Conversion("nvidia", 204, True, 0))
+    names = ("pointers.json", "converted.json", "metrics.jsonl")
+    return folder, Reader(dict.fromkeys(names, ()), read_small_files)
+
+
+def make_weights(trained: Path) -> tuple[Path, Reader]:
+    return copied(trained, "run"), Reader({f"{STEP}/model.safetensors": ()}, read_weights)
+
+
+def make_state(trained: Path) -> tuple[Path, Reader]:
+    names = (f"{STEP}/state.safetensors", f"{STEP}/state.json")
+    return copied(trained, "run"), Reader(dict.fromkeys(names, ()), read_state)
+
+
+def make_source(trained: Path) -> tuple[Path, Reader]:
+    config = settle("huggingface", replace(BASE, div_val=2, cutoffs=(5,)))
+    folder = write_huggingface(
+        config, state_of(naming_of("huggingface", config), draw(config)), form="safetensors"
+    )
+    folder = folder.absolute()
+    return folder, Reader({"config.json": (), "model.safetensors": ()}, read_source)
+
+
+def make_words(trained: Path) -> tuple[Path, Reader]:
+    folder = Path("words").absolute()
+    folder.mkdir()
+    (folder / "words.txt").write_text("\n".join(f"{word} 3" for word in WORDS.split()))
+    tables = {"idx2sym": WORDS.split(), "sym2idx": {word: id for id, word in enumerate(WORDS.split())}}
+    (folder / "words.json").write_text(json.dumps({**tables, "lower_case": True, "unk_idx": 8}))
+    plain = json.dumps(tables["sym2idx"]).encode()
+    return folder, Reader({"words.txt": (), "words.json": (plain,)}, read_words)
+
+
+def make_whole(trained: Path) -> tuple[Path, Reader]:
+    names = ("config.yaml", "tokenizer.json", "data/store.json", "data/valid.ids", "data/valid.counts")
+    names += ("data/valid.left_out", "pointers.json", f"{STEP}/model.safetensors")
+    return copied(trained, "run"), Reader(dict.fromkeys(names, ()), use_run)
+
+
+def make_resumed(trained: Path) -> tuple[Path, Reader]:
+    folder = copied(trained, "run")
+    for path in folder.glob("checkpoints/step-0000000"):
+        shutil.rmtree(path)
+    path = folder / "config.yaml"
+    path.write_text(path.read_text().replace("steps: 2", "steps: 4"))
+    names = ("config.yaml", "data/store.json", "data/train.ids", "metrics.jsonl", "pointers.json")
+    names += (f"{STEP}/state.json", f"{STEP}/state.safetensors", f"{STEP}/model.safetensors")
+    return folder, Reader(dict.fromkeys(names, ()), go_on, writes=True)
+
+
+READERS: dict[str, Callable[[Path], tuple[Path, Reader]]] = {
+    "config": make_config,
+    "tokenizer": make_tokenizers,
+    "store": make_store,
+    "sibling": make_sibling,
+    "small files": make_small_files,
+    "weights": make_weights,
+    "state": make_state,
+    "source": make_source,
+    "words": make_words,
+    "generate": make_whole,
+    "resume": make_resumed,
+}
+
+
+def assert_sound(found: Findings) -> None:
+    assert not found.faults, "\n".join(
+        f"{name}: {data!r:.500}\n  {fault}" for name, data, fault in found.faults.values()
+    )
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_damaged_files_are_read_or_refused(name: str, trained: Path) -> None:
+    folder, reader = READERS[name](trained)
+    found = fuzz(folder, reader, seed=int(os.environ.get("SEED", "0")), n_inputs=int(os.environ.get("N", "150")))
+    assert_sound(found)
+    assert found.n_refused > 0 or name == "sibling"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", READERS)
+def test_files_damaged_for_minutes_are_read_or_refused(name: str, trained: Path) -> None:
+    folder, reader = READERS[name](trained)
+    found = fuzz(folder, reader, seed=random.randrange(1 << 32), seconds=SECONDS)
+    sys.stderr.write(f"{name}: {found.n_read:,} read, {found.n_refused:,} refused in {len(found.forms):,} ways\n")
+    assert_sound(found)
