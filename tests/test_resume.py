@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.test_checkpoint import unseal
 from tests.test_train import make_run, metrics, of_kind, train_run, write_corpus
 from txlcli import UserError
 from txlcli.checkpoint import load_state, save_checkpoint
@@ -192,6 +193,7 @@ def changed_state(run: Run, step: int) -> Iterator[dict[str, Tensor]]:
     tensors, _ = load_state(path)
     yield tensors
     save_file(tensors, path / "state.safetensors")
+    unseal(path)
 
 
 @pytest.mark.parametrize("scheme", ["shaw", "sinusoid", "sinusoid that runs on", "learned"])
@@ -502,6 +504,7 @@ def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
     ready = make_run(tmp_path)
     list(train(ready.run, ready.config, stop_at=3))
     path = ready.run.checkpoint_path(3)
+    unseal(path)
     plain = (path / "state.json").read_text()
     values = json.loads(plain)
     values["counters"]["tokens"] = "many"

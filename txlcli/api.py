@@ -312,7 +312,7 @@ def load(
         start_id=read_store_info(run.folder).start_id if conversion is None else conversion.start_id,
         device=chosen,
         precision=precision,
-        notices=() if told is None else (f"attention: {told}",),
+        notices=(*loaded.notices, *(() if told is None else (f"attention: {told}",))),
     )
 
 

@@ -3,7 +3,7 @@
     checkpoints/step-0000100/
         model.safetensors     the weights, float32, under the model's parameter names
         state.safetensors     optimizer, memory and random states: tensors under names of training's choice
-        state.json            counters and everything else that is no tensor
+        state.json            counters and everything else that is no tensor, and checksums; written last
 
 safetensors is 8 bytes (little-endian length of the header), a JSON header and the tensors' bytes; the library
 checks that the header covers the file exactly. `model.safetensors` has one metadata key, `txl`: a JSON text
@@ -16,16 +16,30 @@ safetensors file holds a path, a date or a duration: equal runs write equal byte
 appears whole or not at all. Converted weights have no training behind them that could go on, so they come
 without the state's files; where their source has no tokenizer, the description says `"tokenizer": {}`.
 
+`state.json` has two keys of its own beside those of the training: `files`, the size and sha256 of the other
+two files as they were written, and `checksum`, the sha256 of itself as it would be without that key,
+
+    {"checksum": "5e8c...", "files": {"model.safetensors": {"bytes": 1234, "sha256": "03ab..."}, ...}, ...}
+
+so a disk's or a copy's damage is noticed before anything is made of it. One that has neither was written by
+an older version: of its files no more is known than whether their headers fit them.
+
+What to do about damage depends on what was asked for. To go on training, and where `last` was asked for, the
+newest checkpoint that is whole is taken, and it is said which one is not. A step that was named, and the
+best, are refused: a score of the best must not be that of another.
+
 Readers treat the files as a stranger's. Nothing is unpickled. Every size is held against the size of the file
 before anything is allocated: a model is built only if the file is large enough for its matrices and tables.
 Names, shapes and types must match exactly. A setting that a file does not name has its default: the file was
 written before there was this setting.
 """
 
+import hashlib
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -38,9 +52,18 @@ from torch import Tensor, nn
 from txlcli import UserError
 from txlcli.adaptive import Clusters
 from txlcli.config import Config, ModelConfig, SettingError, blame, build, build_section, read_settings, shown
-from txlcli.files import folder_whole, open_regular, read_at, read_bounded
+from txlcli.files import describe_error, folder_whole, look_at, open_regular, read_at, read_bounded
 from txlcli.model import TransformerXL, clusters_of
-from txlcli.run import Run, choose_checkpoint, dump_json, load_run_tokenizer, parse_json, step_of
+from txlcli.run import (
+    Run,
+    choose_checkpoint,
+    dump_json,
+    list_checkpoints,
+    load_run_tokenizer,
+    parse_json,
+    read_pointers,
+    step_of,
+)
 from txlcli.tokenizer import Tokenizer
 
 _WEIGHTS = "model.safetensors"
@@ -49,6 +72,10 @@ _STATE_VALUES = "state.json"
 _METADATA_KEY = "txl"
 _HEADER_LIMIT_BYTES = 16 << 20
 _VALUES_LIMIT_BYTES = 1 << 20
+_HASHED_BYTES = 1 << 20
+_READS = 5
+"""Times that a reader begins again because a training replaced or deleted what it was reading."""
+_READ_PAUSE_S = 0.01
 
 
 class NonFiniteError(ArithmeticError):
@@ -64,6 +91,8 @@ class LoadedModel:
     config: Config
     step: int
     run: Run
+    notices: tuple[str, ...] = ()
+    """What the user should know of how it was found."""
 
 
 # Writing
@@ -92,7 +121,7 @@ def save_checkpoint(
         step: Steps done.
         metadata: What `describe_weights` returns.
         tensors: The training state's tensors, under names of the caller's choice.
-        values: The rest of the training state: finite JSON values.
+        values: The rest of the training state: finite JSON values under names but `files` and `checksum`.
 
     Returns:
         The checkpoint's folder.
@@ -101,9 +130,11 @@ def save_checkpoint(
         NonFiniteError: a weight is not finite. Nothing is written.
         UserError: the disk refuses. Nothing is left under the checkpoint's name.
     """
-    with _writing(run, model.state_dict(), step, metadata) as folder:
-        _write_tensors(folder / _STATE_TENSORS, tensors)
-        (folder / _STATE_VALUES).write_bytes(dump_json(values))
+    with _writing(run, model.state_dict(), step, metadata) as (folder, written):
+        written[_STATE_TENSORS] = _write_tensors(folder / _STATE_TENSORS, tensors)
+        sealed = {**values, "files": written}
+        sealed["checksum"] = _checksum(sealed)
+        (folder / _STATE_VALUES).write_bytes(dump_json(sealed))
     return run.checkpoint_path(step)
 
 
@@ -125,8 +156,11 @@ def save_weights(
 @contextmanager
 def _writing(
     run: Run, weights: Mapping[str, Tensor], step: int, metadata: Mapping[str, object]
-) -> Iterator[Path]:
-    """Write weights into the folder of a checkpoint, which gets its name when the block ends well."""
+) -> Iterator[tuple[Path, dict[str, dict[str, object]]]]:
+    """Write weights into the folder of a checkpoint, which gets its name when the block ends well.
+
+    Yields the folder, and sizes and checksums of what is written so far.
+    """
     for name, tensor in weights.items():
         assert tensor.dtype is torch.float32, f"{name} is {tensor.dtype}"
         if not bool(torch.isfinite(tensor).all()):
@@ -134,19 +168,148 @@ def _writing(
     run.checkpoints_folder.mkdir(exist_ok=True)
     description = json.dumps(metadata, sort_keys=True, allow_nan=False)
     with folder_whole(run.checkpoint_path(step), replace=True) as folder:
-        _write_tensors(folder / _WEIGHTS, weights, {_METADATA_KEY: description})
-        yield folder
+        yield folder, {_WEIGHTS: _write_tensors(folder / _WEIGHTS, weights, {_METADATA_KEY: description})}
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file.
+def _checksum(values: Mapping[str, object]) -> str:
+    return hashlib.sha256(dump_json(values)).hexdigest()
+
+
+def _write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
+) -> dict[str, object]:
+    """Write a safetensors file and return its size and checksum.
 
     By way of memory: the library's own way to a file (0.8) makes it readable to its owner only, and wraps
     what the operating system says about a full disk in an error of its own kind.
     """
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    data = save(plain, metadata)
     with path.open("xb") as file:
-        file.write(save(plain, metadata))
+        file.write(data)
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+# Finding one that is whole
+
+
+def find_checkpoint(run: Run, which: str = "best") -> tuple[Path, str | None]:
+    """Find the checkpoint that `which` names, with weights that are whole.
+
+    Args:
+        run: The run.
+        which: `best`, `last` or a step. Before the first evaluation best is last.
+
+    Returns:
+        Its folder, and what to tell the user: that a newer one than this last is damaged; None: nothing.
+
+    Raises:
+        UserError: there is none, or the best or the step that was named is damaged.
+    """
+    if which == "last" or (which == "best" and read_pointers(run).best is None):
+        path, notice = newest_checkpoint(run, with_state=False)
+        return path or choose_checkpoint(run, "last"), notice
+    path = choose_checkpoint(run, which)
+    _check_files(path, with_state=False)
+    return path, None
+
+
+def newest_checkpoint(run: Run, *, with_state: bool) -> tuple[Path | None, str | None]:
+    """Find the newest checkpoint whose files are whole.
+
+    Args:
+        run: The run.
+        with_state: A training is to go on from it, so its state must be whole too.
+
+    Returns:
+        Its folder, None if the run has no checkpoint at all; and what to tell the user: which one is
+        damaged and which is used instead; None: nothing.
+
+    Raises:
+        UserError: the run has checkpoints, and all of them are damaged.
+    """
+    faults: list[str] = []
+    for step in reversed(list_checkpoints(run)):
+        path = run.checkpoint_path(step)
+        fault = find_damage(path, with_state=with_state)
+        if fault is None:
+            more = f", and {len(faults) - 1} more before it" if len(faults) > 1 else ""
+            return path, f"{faults[0]}{more}; step {step:,} is used instead" if faults else None
+        faults.append(fault)
+    if faults:
+        remedy = _REMEDY if len(faults) == 1 else f"no other checkpoint of {run.folder} is whole"
+        raise UserError(f"{faults[0]}; {remedy}")
+    return None, None
+
+
+def find_damage(path: Path, *, with_state: bool) -> str | None:
+    """Say what is wrong with the files of a checkpoint's folder; None: they are as they were written.
+
+    Args:
+        path: The folder.
+        with_state: The training state counts too, and not the weights alone.
+    """
+    try:
+        _check_files(path, with_state=with_state)
+    except UserError as error:
+        return str(error).removesuffix(f"; {_REMEDY}")
+    return None
+
+
+def _check_files(path: Path, *, with_state: bool) -> None:
+    # Weights are used without their state too: those of converted runs have none.
+    has_values = with_state or look_at(path / _STATE_VALUES) is not None
+    written = _read_sealed(path)[1] if has_values else None
+    for name in (_WEIGHTS, _STATE_TENSORS) if with_state else (_WEIGHTS,):
+        if written is None:
+            with open_tensors(path / name):
+                pass
+        else:
+            _check_header(path / name, _REMEDY)
+            _check_written(path / name, written.get(name))
+
+
+def _check_written(path: Path, written: object) -> None:
+    """Hold a file against its size and checksum."""
+    if not isinstance(written, dict):
+        raise UserError(f"{path}: damaged; {_STATE_VALUES} has no checksum of it; {_REMEDY}")
+    fd = open_regular(path)
+    try:
+        with open(fd, "rb", buffering=0) as file:  # noqa: PTH123
+            size = os.fstat(fd).st_size
+            if size != written.get("bytes"):
+                raise UserError(
+                    f"{path}: damaged; got {size:,} bytes, it was written with {written.get('bytes')!s:.20}; "
+                    f"{_REMEDY}"
+                )
+            digest, block = hashlib.sha256(), memoryview(bytearray(_HASHED_BYTES))
+            while n_bytes := file.readinto(block):
+                digest.update(block[:n_bytes])
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read; {describe_error(error)}") from error
+    if digest.hexdigest() != written.get("sha256"):
+        raise UserError(f"{path}: damaged; its bytes are not those that were written; {_REMEDY}")
+
+
+def _read_sealed(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Read the state.json of a checkpoint's folder: training's values, and what it says of the other files.
+
+    The second is None where an older version has written it.
+
+    Raises:
+        UserError: it is missing or damaged.
+    """
+    place = path / _STATE_VALUES
+    values = parse_json(read_bounded(place, _VALUES_LIMIT_BYTES), place)
+    if "checksum" not in values and "files" not in values:
+        return values, None
+    expected, found = values.pop("checksum", None), None
+    with suppress(ValueError):  # half a surrogate pair, which JSON can name and UTF-8 cannot hold
+        found = _checksum(values)
+    written = values.pop("files", None)
+    if found != expected or not isinstance(written, dict):
+        raise UserError(f"{place}: damaged; its checksum does not fit; {_REMEDY}")
+    return values, written
 
 
 # Reading
@@ -163,7 +326,30 @@ def load_model(run: Run, which: str = "best", device: str | torch.device = "cpu"
     Raises:
         UserError: a file is missing, damaged, no safetensors, or does not belong to this run.
     """
-    path = choose_checkpoint(run, which)
+    for n_left in reversed(range(_READS)):
+        before = _look_around(run)
+        try:
+            path, notice = find_checkpoint(run, which)
+            return _load_model(run, path, device, () if notice is None else (notice,))
+        except UserError:
+            # A training may have deleted the step meanwhile, or be putting it in the place of another.
+            time.sleep(_READ_PAUSE_S)
+            if not n_left or _look_around(run) == before:
+                raise
+    raise AssertionError("the last time either returns or raises")
+
+
+def _look_around(run: Run) -> list[tuple[str, int]]:
+    """Return names and numbers of files that change when a training saves, points or deletes."""
+    seen = []
+    with suppress(OSError):
+        seen.append(("", run.pointers_path.stat().st_ino))
+    with suppress(OSError), os.scandir(run.checkpoints_folder) as entries:
+        seen += sorted((entry.name, entry.inode()) for entry in entries)
+    return seen
+
+
+def _load_model(run: Run, path: Path, device: str | torch.device, notices: tuple[str, ...]) -> LoadedModel:
     settings = read_settings(run.config_path)
     config = build(settings)
     tokenizer = load_run_tokenizer(run)
@@ -181,7 +367,7 @@ def load_model(run: Run, which: str = "best", device: str | torch.device = "cpu"
             model = TransformerXL(config.model, tokenizer.n_vocab)
         _check_tensors(path / _WEIGHTS, file, model.state_dict())
         _copy_tensors(file, model)
-    return LoadedModel(model.to(device).eval(), tokenizer, config, step_of(path), run)
+    return LoadedModel(model.to(device).eval(), tokenizer, config, step_of(path), run, notices)
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
@@ -203,9 +389,18 @@ def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     Raises:
         UserError: a file is missing, damaged or no safetensors.
     """
-    values = parse_json(read_bounded(path / _STATE_VALUES, _VALUES_LIMIT_BYTES), path / _STATE_VALUES)
+    values = load_values(path)
     with open_tensors(path / _STATE_TENSORS) as file:
         return {name: file.get_tensor(name).clone() for name in file.keys()}, values  # noqa: SIM118
+
+
+def load_values(path: Path) -> dict[str, Any]:
+    """Load the plain values of a checkpoint's training state.
+
+    Raises:
+        UserError: the file is missing or damaged.
+    """
+    return _read_sealed(path)[0]
 
 
 _REMEDY = "take another step with --checkpoint STEP, or delete its folder to resume from the step before"
@@ -224,7 +419,13 @@ def open_tensors(path: Path, remedy: str = _REMEDY) -> Iterator[Any]:
     """
     _check_header(path, remedy)
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
+        opened = safe_open(path, framework="pt", device="cpu")
+    except OSError as error:  # a training has just deleted it, or the disk fails
+        raise UserError(f"{path}: cannot be read; {describe_error(error)}") from error
+    except SafetensorError as error:
+        raise UserError(f"{path}: damaged; {shown(error, 300)}; {remedy}") from error
+    try:
+        with opened as file:
             yield file
     except SafetensorError as error:
         raise UserError(f"{path}: damaged; {shown(error, 300)}; {remedy}") from error

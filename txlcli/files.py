@@ -3,19 +3,29 @@
 What is written gets a hidden temporary name beside its target (`.NAME.XXXXXXXX.tmp`), is flushed to the
 disk, and takes the target's name in one rename; then the folder's entry is flushed too. So a crash or a power
 failure leaves the old file or the new one, never half a file under a real name; what a killed writer left
-behind is cleared by `remove_leftovers`.
+behind is cleared by `remove_leftovers`. A folder cannot be replaced in one rename: the old one is put aside
+as `.NAME.old.tmp` first, and where the writer dies before the next call, `remove_leftovers` puts it back.
+
+`locked` is how writers keep out of each other's way.
 """
 
+import errno
+import json
 import os
+import platform
 import secrets
 import shutil
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from txlcli import UserError
+
+_OLD = ".old.tmp"
+_LOCKED_BYTE = 1 << 30
 
 
 def describe_error(error: OSError | ValueError) -> str:
@@ -58,7 +68,7 @@ def open_whole(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         with _naming(path, temporary):
             temporary.replace(path)
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
     except BaseException:
         with suppress(OSError):
             temporary.unlink()
@@ -85,30 +95,137 @@ def folder_whole(path: Path, *, replace: bool = False) -> Iterator[Path]:
             for folder, _, names in os.walk(temporary, topdown=False):
                 for name in names:
                     _sync_file(Path(folder, name))
-                _sync_folder(Path(folder))
-            if replace and path.is_dir():
-                # Under a temporary name a removal that is cut short leaves nothing that looks whole.
-                old = path.rename(_temporary_name(path))
-                temporary.rename(path)
-                shutil.rmtree(old, ignore_errors=True)
-            else:
-                temporary.rename(path)
-            _sync_folder(path.parent)
+                sync_folder(Path(folder))
+            _put_in_place(path, temporary)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
+def _put_in_place(path: Path, temporary: Path) -> None:
+    """Give a folder its name, maybe that of another; where that fails, all is as before."""
+    old = path.with_name(f".{path.name}{_OLD}")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.is_dir():
+        path.rename(old)
+    try:
+        temporary.rename(path)
+        sync_folder(path.parent)
+    except BaseException:
+        if path.is_dir():
+            path.rename(temporary)
+        if old.is_dir():
+            old.rename(path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
 def remove_leftovers(folder: Path) -> list[Path]:
-    """Remove what writers that were killed left in this folder; only for its one writer of now."""
+    """Remove what writers that were killed left in this folder; only for its one writer of now.
+
+    A folder that was put aside for one that never came gets its name back.
+
+    Returns:
+        What was removed.
+    """
     removed = []
     for path in sorted(folder.glob(".*.tmp")):
+        if path.name.endswith(_OLD):
+            home = path.with_name(path.name[1:].removesuffix(_OLD))
+            if not os.path.lexists(home):
+                path.rename(home)
+                continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
         removed.append(path)
     return removed
+
+
+@contextmanager
+def locked(path: Path, what: str) -> Iterator[bool]:
+    """Hold the system's lock on a file, which names this process, while the block runs.
+
+    The lock ends with this process however that ends, so a file that is left behind locks nobody out. It is
+    removed at the end.
+
+    Args:
+        path: The file.
+        what: What is locked, for the message.
+
+    Yields:
+        Whether there is a lock: not every file system has them.
+
+    Raises:
+        UserError: another process holds it, whose number and machine are named; or the file cannot be made.
+    """
+    try:
+        fd, has_lock = _open_locked(path, what)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written; {describe_error(error)}") from error
+    try:
+        # Whoever is refused reads this; the lock holds without.
+        with suppress(OSError):
+            os.ftruncate(fd, 0)
+            os.write(fd, json.dumps({"host": platform.node(), "process": os.getpid()}).encode() + b"\n")
+        yield has_lock
+    finally:
+        # Before the lock ends, so that nobody can hold a file that is about to go.
+        with suppress(OSError):
+            path.unlink()
+        os.close(fd)
+
+
+def _open_locked(path: Path, what: str) -> tuple[int, bool]:
+    """Open a file and lock it; say whether the file system has locks."""
+    # A link could lead to a file of the user's, which would then be written over.
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
+    while True:
+        fd = os.open(path, flags, 0o666)
+        try:
+            has_lock = _lock(fd)
+            if has_lock is None:
+                raise UserError(
+                    f"{what}: is being written by {_read_owner(fd)}; wait until that ends, or stop it there"
+                )
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(fd), os.stat(path)):  # noqa: PTH116
+                    return fd, has_lock
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # its owner was just removing it, and this lock is on a file without a name
+
+
+def _lock(fd: int) -> bool | None:
+    """Lock an open file; None: another process has; False: its file system has no locks."""
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            os.lseek(fd, _LOCKED_BYTE, os.SEEK_SET)  # what is locked there cannot be read
+            msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
+            os.lseek(fd, 0, os.SEEK_SET)
+        else:
+            import fcntl
+
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK):
+            return None
+        if error.errno in (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL):
+            return False
+        raise
+    return True
+
+
+def _read_owner(fd: int) -> str:
+    try:
+        owner = json.loads(read_at(fd, 1000, 0))
+        return f"process {int(owner['process'])} on {str(owner['host'])[:100]}"
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return "another process"  # which has not written yet who it is
 
 
 def read_bounded(path: Path, limit_bytes: int) -> bytes:
@@ -233,7 +350,8 @@ def _sync_file(path: Path) -> None:
         os.close(fd)
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Flush a folder's entries to the disk."""
     if os.name == "nt":
         return  # Windows cannot flush a folder's entry
     fd = os.open(path, os.O_RDONLY)

@@ -6,14 +6,18 @@
     metrics.jsonl                  one JSON object a line, `event` first
     checkpoints/step-0000100/      weights and exact training state (see checkpoint.py)
     pointers.json                  {"best": 80, "best_nll": 1.52, "last": 100}
+    .lock                          only while something is written: who writes
     converted.json                 only in a run that was not trained but made of another program's checkpoint
 
 A folder is a run when it has a `config.yaml`. Until the text is prepared that holds only what was asked for,
 below a first line that says so, and nothing else in the folder counts. A checkpoint's folder appears whole or
 not at all, so the newest one on disk is the last one. `pointers.json` is written after it: its time says
 which run saved last, and it is the only place that knows which step is best. `best` and `best_nll` are null
-before the first evaluation; then best is last. Nothing here holds an absolute path: a run may be moved and
-copied.
+before the first evaluation, and where the best checkpoint was lost; then best is last. Nothing here holds an
+absolute path: a run may be moved and copied.
+
+Whoever writes holds the system's lock on `.lock` meanwhile, in which it says who it is. Whoever reads does
+not ask for it, and begins again where what it was sent to has gone meanwhile.
 
 A converted run has a checkpoint without training state, no text and no metrics, and maybe no tokenizer:
 
@@ -25,15 +29,24 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from txlcli import UserError
 from txlcli.config import Config, build, read_settings
-from txlcli.files import describe_error, is_folder, look_at, read_bounded, remove_leftovers, write_whole
+from txlcli.files import (
+    describe_error,
+    is_folder,
+    locked,
+    look_at,
+    read_bounded,
+    remove_leftovers,
+    sync_folder,
+    write_whole,
+)
 from txlcli.tokenizer import Tokenizer, load_tokenizer
 
 RUNS = Path("runs")
@@ -51,6 +64,9 @@ _POINTERS_LIMIT_BYTES = 4096
 _CONVERSION_LIMIT_BYTES = 4096
 _METRICS_LINE_LIMIT_BYTES = 65_536
 _NAME_LIMIT_BYTES = 200
+_PROBE = ".write-test"
+_LOCK = ".lock"
+_BEGUN_NAME = re.compile(r"\.(\.write-test|config\.yaml)\.[0-9a-f]{8}\.tmp")
 _STEP_NAME = re.compile(r"step-(\d{7,18})", re.ASCII)
 
 
@@ -196,23 +212,41 @@ def new_run(path: Path | None, stem: str) -> Run:
     """Make the folder of a new run and test that it can be written to.
 
     Args:
-        path: The folder that was asked for; it may exist if it is empty. None: `runs/<stem>`, or the first
-            free of `runs/<stem>-2`, `runs/<stem>-3`, ...
+        path: The folder that was asked for; it may exist if there is nothing in it, or only what a process
+            left that was killed in here. None: `runs/<stem>`, or the first free of `runs/<stem>-2`,
+            `runs/<stem>-3`, ...
         stem: The corpus' name without its ending.
 
     Raises:
         UserError: the folder is in use or cannot be written to. Nothing is left behind.
     """
     run = _make_numbered(_name_from(stem)) if path is None else _make_given(path)
-    probe = run.folder / ".write-test"
+    probe = run.folder / _PROBE
     try:
+        for folder in run.made:
+            sync_folder(folder.parent)
         write_whole(probe, b"txl\n")
         probe.unlink()
-        run.checkpoints_folder.mkdir()
+        run.checkpoints_folder.mkdir(exist_ok=True)
     except (OSError, UserError) as error:
         discard_run(run)
         raise _cannot_make(run.folder, error) from error
     return run
+
+
+@contextmanager
+def writing(run: Run) -> Iterator[str | None]:
+    """Be the one process that writes to a run while the block runs; those that only read it need not ask.
+
+    Yields:
+        What to tell the user where the file system has no locks; None: nothing.
+
+    Raises:
+        UserError: another process writes to it, which is named; or it cannot be written to.
+    """
+    with locked(run.folder / _LOCK, str(run.folder)) as has_lock:
+        text = f"{run.folder}: its file system has no locks; see to it that nothing else trains it meanwhile"
+        yield None if has_lock else text
 
 
 def discard_run(run: Run) -> None:
@@ -220,11 +254,13 @@ def discard_run(run: Run) -> None:
 
     Only for a run from `new_run`, whose folder was absent or empty before.
     """
-    for entry in run.folder.iterdir():
+    # What makes it a run goes last: one whose removal is cut short can still be resumed or removed by name.
+    for entry in sorted(run.folder.iterdir(), key=lambda entry: entry == run.config_path):
         if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
+            shutil.rmtree(entry, ignore_errors=True)
         else:
-            entry.unlink()
+            with suppress(OSError):
+                entry.unlink()
     for folder in run.made:
         try:
             folder.rmdir()
@@ -298,7 +334,7 @@ def _make_given(path: Path) -> Run:
     try:
         missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
-        is_empty = next(path.iterdir(), None) is None
+        is_empty = all(_is_left_over(entry) for entry in path.iterdir())
     except OSError as error:
         raise _cannot_make(path, error) from error
     if not is_empty:
@@ -306,6 +342,13 @@ def _make_given(path: Path) -> Run:
             f"--out: `{path}` exists and is not empty; name another, or continue with `--resume {path}`"
         )
     return Run(path, tuple(missing))
+
+
+def _is_left_over(entry: Path) -> bool:
+    """Say whether it is what is in a run's folder before `config.yaml` is."""
+    if entry.name == "checkpoints":
+        return entry.is_dir() and next(entry.iterdir(), None) is None
+    return entry.name in (_PROBE, _LOCK) or _BEGUN_NAME.fullmatch(entry.name) is not None
 
 
 def _cannot_make(folder: Path, error: OSError | UserError) -> UserError:
@@ -340,6 +383,8 @@ def choose_checkpoint(run: Run, which: str = "best") -> Path:
     Raises:
         UserError: there is no such checkpoint; the message names those that are there.
     """
+    # Read first: a step that it names is there when it is read, and in the list unless it goes just then.
+    pointers = read_pointers(run) if which == "best" else Pointers()
     steps = list_checkpoints(run)
     if not steps:
         raise UserError(
@@ -348,8 +393,7 @@ def choose_checkpoint(run: Run, which: str = "best") -> Path:
     if which == "last":
         return run.checkpoint_path(steps[-1])
     if which == "best":
-        best = read_pointers(run).best
-        step = steps[-1] if best is None else best
+        step = steps[-1] if pointers.best is None else pointers.best
         remedy = "take another with --checkpoint last"
     elif which.isascii() and which.isdigit():
         step = int(which[:19])
@@ -391,10 +435,22 @@ def write_pointers(run: Run, pointers: Pointers) -> None:
     write_whole(run.pointers_path, dump_json(values))
 
 
-def prune_checkpoints(run: Run, keep: int) -> list[int]:
-    """Delete all checkpoints but the newest `keep` and the best; return the steps that went."""
-    kept = {*list_checkpoints(run)[-keep:], read_pointers(run).best}
-    gone = [step for step in list_checkpoints(run) if step not in kept]
+def prune_checkpoints(run: Run, keep: int, best: int | None = None) -> list[int]:
+    """Delete all checkpoints but the newest `keep` and the best; return the steps that went.
+
+    Those beyond the last one are damaged, since training went back behind them: they are left for it to
+    replace, and do not count.
+
+    Args:
+        run: The run.
+        keep: How many of the newest stay.
+        best: The best as the training knows it: it stays even where the pointers do not name it any more,
+            because it cannot be read.
+    """
+    pointers, steps = read_pointers(run), list_checkpoints(run)
+    done = [step for step in steps if pointers.last is None or step <= pointers.last]
+    kept = {*done[-keep:], pointers.best, best}
+    gone = [step for step in done if step not in kept]
     for step in gone:
         remove_checkpoint(run.checkpoint_path(step))
     return gone
@@ -441,7 +497,7 @@ def metrics_length(run: Run) -> int:
     A checkpoint records this length, so the lines that it counts are made durable first.
     """
     try:
-        with run.metrics_path.open("rb") as file:
+        with run.metrics_path.open("r+b") as file:  # some systems flush only what may be written
             os.fsync(file.fileno())
             return os.fstat(file.fileno()).st_size
     except FileNotFoundError:

@@ -7,10 +7,10 @@ import torch
 
 from txlcli import UserError
 from txlcli.adaptive import Clusters
-from txlcli.checkpoint import load_weights
+from txlcli.checkpoint import find_checkpoint, load_weights
 from txlcli.config import Config, ModelConfig, SettingError, Settings, blame, build, override, read_settings
 from txlcli.model import Lengths, TransformerXL, clusters_of
-from txlcli.run import Run, choose_checkpoint, step_of, vocabulary_size
+from txlcli.run import Run, step_of, vocabulary_size
 
 # Vocabularies where nothing says how large one is; that of char holds all bytes beside its alphabet. Among
 # words clusters tell: the published vocabularies end about a third beyond the start of the last one.
@@ -66,7 +66,7 @@ def run_subject(run: Run, changes: Settings) -> Subject:
     Raises:
         UserError: the run is damaged, has no checkpoint, or the changes make no sense.
     """
-    path = choose_checkpoint(run, "best")
+    path, _ = find_checkpoint(run)
     settings = read_settings(run.config_path)
     trained, changed = build(settings), build(override(settings, changes))
     return Subject(

@@ -22,9 +22,17 @@ class SplitWriter:
         self.n_tokens = self.n_unknown = 0
         self._n_characters: int | None = 0
         self._n_words: int | None = 0 if is_counted else None
+        self._counts: _CountsFile | None = None
+        self._gaps: _GapsFile | None = None
         self._ids: BinaryIO = (folder / f"{split}.ids").open("xb")
-        self._counts = _CountsFile(folder / f"{split}.counts") if is_counted else None
-        self._gaps = _GapsFile(folder / f"{split}.left_out") if is_counted and has_gaps else None
+        try:
+            if is_counted:
+                self._counts = _CountsFile(folder / f"{split}.counts")
+            if is_counted and has_gaps:
+                self._gaps = _GapsFile(folder / f"{split}.left_out")
+        except BaseException:
+            self.close()
+            raise
 
     def add(self, encoded: Encoded) -> None:
         """Write what a piece has become."""

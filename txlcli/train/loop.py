@@ -15,7 +15,7 @@ from txlcli.config import Config
 from txlcli.data import SplitInfo
 from txlcli.files import describe_error
 from txlcli.plan import minutes_text
-from txlcli.run import Run, append_metrics, read_bits_per_byte
+from txlcli.run import Run, append_metrics, read_bits_per_byte, writing
 from txlcli.train.evaluating import evaluate_if_due
 from txlcli.train.events import Budget, Event, Finished, Notice, Progress, Skipped, Stepped
 from txlcli.train.machine import is_out_of_memory, out_of_memory, run_on
@@ -56,18 +56,22 @@ def train(
 
     Raises:
         NonFinite: loss or gradient norm were not finite too often, or weights are not.
-        UserError: a file cannot be read or written, or the device has too little memory.
+        UserError: a file cannot be read or written, another process trains this run, or the device has too
+            little memory.
     """
     with ExitStack() as stack:
         stack.enter_context(run_on(config.machine))
-        session = Session.open(run, config, stack)
-        first, stop = session.state.counters.step, min(session.steps, stop_at or session.steps)
-        stack.enter_context(session.state.batches.reading_ahead(first, stop))
+        unlocked = stack.enter_context(writing(run))
+        session = None
         try:
+            session = Session.open(run, config, stack)
+            session.notices[:0] = [] if unlocked is None else [Notice(unlocked)]
+            first, stop = session.state.counters.step, min(session.steps, stop_at or session.steps)
+            stack.enter_context(session.state.batches.reading_ahead(first, stop))
             yield from _run(session, should_stop, stop_at, _Clock(session, budget))
         except OSError as error:
             # A disk that is full, or gone. Lines of metrics after the last checkpoint go when it is resumed.
-            last = f"; last checkpoint: {session.last_good()}" if session.last_good() else ""
+            last = f"; last checkpoint: {session.last_good()}" if session and session.last_good() else ""
             raise UserError(f"{run.folder}: cannot be written; {describe_error(error)}{last}") from error
 
 

@@ -1,5 +1,6 @@
 """From a corpus to a run that is ready to train."""
 
+import os
 import shutil
 import tempfile
 import time
@@ -53,7 +54,7 @@ from txlcli.data import (
     with_rules,
 )
 from txlcli.device import choose_device, choose_precision, has_bf16
-from txlcli.files import write_whole
+from txlcli.files import describe_error, write_whole
 from txlcli.plan import (
     Facts,
     Known,
@@ -77,6 +78,7 @@ from txlcli.run import (
     refuse_without_tokenizer,
     sweep_run,
     write_asked,
+    writing,
 )
 from txlcli.sources import Corpus, Survey, complete_utf8, read_chunks, search_corpus, survey
 from txlcli.sources.survey import VALID_BYTES_MAX, VALID_FRACTION
@@ -143,16 +145,24 @@ def begin(
         is_from_file = any(sourced.origin != FLAG for sourced in settings.values())
     request = _Request.of(settings, is_from_file, started, should_stop)
 
+    locks = ExitStack()
+
     def make(stack: ExitStack, paths: tuple[str, ...]) -> Run:
         if dry_run:
             return Run(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="txl-"))))
         run = new_run(out, _stem(paths[0]) if paths else "corpus")
+        # Another process may have begun in the same folder just now, which is then its own to discard.
+        locks.enter_context(writing(run))
         stack.callback(discard_run, run)
+        sweep_run(run)
         write_asked(run, dump_settings(settings), is_from_file=is_from_file)
         return run
 
     beside = RUNS if out is None else out.parent
-    yield from _until_ready(request, _Place(make, beside, is_dry=dry_run))
+    with locks:
+        ready = yield from _until_ready(request, _Place(make, beside, is_dry=dry_run))
+    if ready is not None:
+        yield ready  # only now: a training takes the lock itself
 
 
 def begin_again(
@@ -163,7 +173,7 @@ def begin_again(
     What was there of it is removed. Unless `Ready` comes the run can be begun again once more.
 
     Args:
-        run: The run; nobody else is at it.
+        run: The run; this process holds its lock.
         changes: What is set anew.
         should_stop: As for `begin`.
 
@@ -182,13 +192,19 @@ def begin_again(
     yield Notice(f"{run.folder}: its text was not prepared to the end; it is prepared anew, from {names}")
     request = _Request.of(override(asked, changes), is_from_file, started, should_stop)
 
+    def undo() -> None:
+        if read_asked(run) is not None:  # else it failed after the last thing to do: all is there
+            _clear(run)
+
     def make(stack: ExitStack, paths: tuple[str, ...]) -> Run:
         _clear(run)
-        stack.callback(_clear, run)
+        stack.callback(undo)
         run.checkpoints_folder.mkdir(exist_ok=True)
         return run
 
-    yield from _until_ready(request, _Place(make, run.folder.parent, stdin_copy=_stdin_copy(run)))
+    ready = yield from _until_ready(request, _Place(make, run.folder.parent, stdin_copy=_stdin_copy(run)))
+    if ready is not None:
+        yield ready
 
 
 def _clear(run: Run) -> None:
@@ -220,16 +236,18 @@ class _Place:
     stdin_copy: Path | None = None
 
 
-def _until_ready(request: "_Request", place: _Place) -> Iterator[Event]:
+def _until_ready(request: "_Request", place: _Place) -> Generator[Event, None, Ready | None]:
     with ExitStack() as stack:
         try:
             ready = yield from _prepare(request, place, stack)
         except Interrupted:
-            return
+            return None
+        except OSError as error:
+            where = place.beside if error.filename is None else os.fsdecode(error.filename)
+            raise UserError(f"{where}: the run cannot be prepared; {describe_error(error)}") from error
         if ready is not None:
             stack.pop_all()  # from here on the folder is a run, whatever happens to its training
-    if ready is not None:
-        yield ready
+    return ready
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from txlcli import UserError
-from txlcli.checkpoint import load_state
+from txlcli.checkpoint import load_values, newest_checkpoint
 from txlcli.config import (
     DEFAULT,
     LENGTHS,
@@ -23,14 +23,15 @@ from txlcli.config import (
 )
 from txlcli.data import StoreInfo, read_store_info, steps_per_epoch
 from txlcli.device import choose_device, choose_precision
-from txlcli.files import write_whole
+from txlcli.files import describe_error, write_whole
 from txlcli.plan import MINUTES, Facts, Known, Measured, last_eval_is_whole, minutes_text, steps_within
-from txlcli.run import Run, list_checkpoints, read_asked, read_bits_per_byte, refuse_converted
+from txlcli.run import Run, read_asked, read_bits_per_byte, refuse_converted, sweep_run, writing
 from txlcli.tokenizer import load_tokenizer
 from txlcli.train.cost import Interrupted, measure
 from txlcli.train.events import Budget, Event, Finished, Notice, Progress, Ready
 from txlcli.train.optim import learning_rate
 from txlcli.train.preparing import begin_again, choose_attention, leave_out_failed_compile, without_length
+from txlcli.train.session import look_for_best, settle
 from txlcli.train.state import Counters, read_counters
 
 
@@ -50,8 +51,8 @@ def resume(
         Notices about what differs from before, and last `Ready`, or `Finished` where nothing is left to do.
 
     Raises:
-        UserError: something else is to be changed, the length is below the saved step, or the run is
-            damaged.
+        UserError: something else is to be changed, the length is below the saved step, another process
+            trains this run, or it is damaged or cannot be written to.
     """
     started = time.monotonic()
     for name, sourced in changes.items():
@@ -60,6 +61,23 @@ def resume(
                 f"{leaf(name).flag_for(sourced.value) or 'CORPUS'}: cannot change on resume; leave it out, "
                 f"or begin a new run: txl train -c {run.config_path}"
             )
+    end = None
+    with writing(run):
+        try:
+            for event in _make_ready(run, changes, started, should_stop):
+                if isinstance(event, Ready | Finished):
+                    end = event
+                else:
+                    yield event
+        except OSError as error:
+            raise UserError(f"{run.folder}: cannot be written; {describe_error(error)}") from error
+    if end is not None:
+        yield end  # only now: a training takes the lock itself
+
+
+def _make_ready(
+    run: Run, changes: Settings, started: float, should_stop: Callable[[], bool]
+) -> Iterator[Event]:
     if read_asked(run) is not None:
         yield from begin_again(run, changes, should_stop=should_stop)
         return
@@ -70,9 +88,10 @@ def resume(
         "which has no training to continue; begin one with its weights: "
         f"txl train CORPUS --init {run.folder}",
     )
+    sweep_run(run)
     saved = _read_saved(run)
     info = read_store_info(run.folder)
-    yield from _corpus_notices(info)
+    yield from _corpus_notices(info, should_stop)
 
     old_steps, budget = config.train.steps, None
     given = next((name for name in LENGTHS if name in changes), None)
@@ -113,6 +132,10 @@ def resume(
         write_whole(run.config_path, dump(config, origins).encode())
     reason = _reason_it_is_finished(config, info, saved)
     if reason is not None:
+        # Its training may have been killed just before it did this itself.
+        lost_best, notices = look_for_best(run, saved)
+        settle(run, saved, config.train.keep, lost_best)
+        yield from notices
         yield Notice(
             f"{run.folder}: is finished at step {saved.step:,}; a larger --steps continues it"
             if reason == "length"
@@ -134,12 +157,12 @@ def resume(
 
 
 def _read_saved(run: Run) -> Counters:
-    """Read how far the last checkpoint is; a run that was killed before its first has done nothing."""
-    steps = list_checkpoints(run)
-    if not steps:
-        return Counters()
-    path = run.checkpoint_path(steps[-1])
-    return read_counters(load_state(path)[1], path)
+    """Read how far the last whole checkpoint is; a run that was killed before its first has done nothing.
+
+    Training itself says where a newer one is damaged.
+    """
+    path, _ = newest_checkpoint(run, with_state=True)
+    return Counters() if path is None else read_counters(load_values(path), path)
 
 
 def _settle_length(
@@ -197,7 +220,7 @@ def _reason_it_is_finished(config: Config, info: StoreInfo, saved: Counters) -> 
     return "length"
 
 
-def _corpus_notices(info: StoreInfo) -> Iterator[Event]:
+def _corpus_notices(info: StoreInfo, should_stop: Callable[[], bool]) -> Iterator[Event]:
     """Say when the text has changed since it was encoded; one that is gone is nobody's concern."""
     there = []
     for source in info.corpus:
@@ -209,7 +232,7 @@ def _corpus_notices(info: StoreInfo) -> Iterator[Event]:
     # A touched file may hold what it held; the hash is of all files end to end.
     is_complete = len(there) == len(info.corpus)
     if not changed and touched and is_complete:
-        now_sha256 = _hash([source.path for source, _ in there])
+        now_sha256 = _hash([source.path for source, _ in there], should_stop)
         changed = touched if now_sha256 not in (None, info.sha256) else []
     if changed:
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
@@ -219,14 +242,16 @@ def _corpus_notices(info: StoreInfo) -> Iterator[Event]:
         )
 
 
-def _hash(paths: Sequence[str]) -> str | None:
-    """Hash files end to end; None: one of them can no longer be read."""
+def _hash(paths: Sequence[str], should_stop: Callable[[], bool]) -> str | None:
+    """Hash files end to end; None: one of them can no longer be read, or nobody waits for it any more."""
     digest = hashlib.sha256()
     try:
         for path in paths:
             with Path(path).open("rb") as file:
-                while block := file.read(1 << 20):
+                while block := file.read(1 << 24):
                     digest.update(block)
+                    if should_stop():
+                        return None
     except OSError:
         return None
     return digest.hexdigest()

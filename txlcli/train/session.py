@@ -1,12 +1,19 @@
 """What a training holds in its hands: run, text, state, and how far all of it is saved."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from txlcli import UserError
-from txlcli.checkpoint import NonFiniteError, describe_weights, save_checkpoint
+from txlcli.checkpoint import (
+    NonFiniteError,
+    describe_weights,
+    find_checkpoint,
+    find_damage,
+    newest_checkpoint,
+    save_checkpoint,
+)
 from txlcli.config import Config, SettingError, blame, read_settings
 from txlcli.data import Batches, Counts, StoreInfo, TokenStore, open_counts, open_split, read_store_info
 from txlcli.device import choose_device, choose_precision, environment
@@ -16,19 +23,19 @@ from txlcli.run import (
     Pointers,
     Run,
     append_metrics,
-    choose_checkpoint,
     cut_metrics,
     list_checkpoints,
     metrics_length,
     open_run,
     prune_checkpoints,
+    read_pointers,
     sweep_run,
     write_pointers,
 )
 from txlcli.tokenizer import Tokenizer, load_tokenizer
 from txlcli.train.events import Event, Notice, Saved
 from txlcli.train.optim import learning_rate
-from txlcli.train.state import StepResult, TrainState, is_finite
+from txlcli.train.state import Counters, StepResult, TrainState, is_finite
 
 
 class NonFinite(ArithmeticError):
@@ -49,12 +56,14 @@ class Session:
     notices: list[Notice] = field(default_factory=list)
     saved: tuple[int, int, bool] | None = None
     """How far the newest checkpoint is, as `progress` says it."""
+    lost_best: int | None = None
+    """The step of a best checkpoint that is damaged or gone, so that none may be sent to it."""
     best_score: Score | None = None
     last_score: Score | None = None
 
     @classmethod
     def open(cls, run: Run, config: Config, stack: ExitStack) -> "Session":
-        """Open the store and build or restore the state."""
+        """Open the store and build or restore the state; only for the run's one writer."""
         sweep_run(run)
         device = choose_device(config.machine.device)
         precision = choose_precision(config.machine.precision, device, training=True)
@@ -71,8 +80,10 @@ class Session:
             valid = stack.enter_context(open_split(run.folder, "valid"))
             counts = stack.enter_context(open_counts(run.folder, "valid"))
         batches = Batches(store, config.optim.batch_size, config.model.tgt_len)
-        steps = list_checkpoints(run)
-        init = None if steps or config.data.init is None else choose_checkpoint(open_run(config.data.init))
+        newest, notice = newest_checkpoint(run, with_state=True)
+        init = None
+        if newest is None and config.data.init is not None:
+            init, _ = find_checkpoint(open_run(config.data.init))
         try:
             state = TrainState.start(
                 config, batches, tokenizer.n_vocab, device=device, precision=precision, init=init
@@ -80,8 +91,9 @@ class Session:
         except SettingError as error:  # a config.yaml changed by hand no longer fits the vocabulary
             raise blame(error, read_settings(run.config_path)) from None
         session = cls(run, config, state, tokenizer, info, valid, counts)
-        if steps:
-            session.restore(run.checkpoint_path(steps[-1]))
+        if newest is not None:
+            session.notices += [] if notice is None else [Notice(notice)]
+            session.restore(newest)
         else:
             cut_metrics(run, 0)
         return session
@@ -133,25 +145,55 @@ class Session:
                 f"resume with --steps {counters.step} or more"
             )
         self.saved = self.progress
-        if not cut_metrics(self.run, int(values.get("metrics_bytes", 0))):
+        n_bytes, then = values.get("metrics_bytes", 0), values.get("environment", {})
+        if type(n_bytes) is not int or n_bytes < 0 or not isinstance(then, dict):
+            raise UserError(f"{path}: state.json: `metrics_bytes` or `environment` cannot be; damaged")
+        if not cut_metrics(self.run, n_bytes):
             text = f"{self.run.metrics_path}: shorter than it was at step {counters.step}; left as it is"
             self.notices.append(Notice(text))
-        then, now = values.get("environment", {}), self.environment()
+        now = self.environment()
         changed = [f"{key} {then[key]} -> {now[key]}" for key in now if key in then and then[key] != now[key]]
         if changed:
             self.notices.append(
                 Notice(f"resuming elsewhere: {', '.join(changed)}; the rest will not repeat bit for bit")
             )
-        self.point()
-
-    def point(self) -> None:
-        """Name best and last in the run folder, as the state knows them."""
-        counters = self.state.counters
-        write_pointers(self.run, Pointers(counters.best_step, counters.step, counters.best_nll))
+        self.lost_best, notices = look_for_best(self.run, counters)
+        self.notices += notices
+        settle(self.run, counters, self.config.train.keep, self.lost_best)
 
     def last_good(self) -> str:
         """Name the newest checkpoint; empty where there is none."""
         return "" if self.saved is None else str(self.run.checkpoint_path(self.saved[0]))
+
+
+def look_for_best(run: Run, counters: Counters) -> tuple[int | None, list[Notice]]:
+    """Return the best step if its checkpoint is damaged or gone, and what to say of that.
+
+    What counts as better than it stays the same: the training goes on as if nothing had happened to it.
+    """
+    best = counters.best_step
+    if best is None or best == counters.step:
+        return None, []
+    if best in list_checkpoints(run):
+        fault = find_damage(run.checkpoint_path(best), with_state=False)
+    else:
+        fault = f"{run.checkpoint_path(best)}: is not there any more"
+    if fault is None:
+        return None, []
+    return best, [Notice(f"{fault}; it was the best, so best is last until an evaluation is better")]
+
+
+def settle(run: Run, counters: Counters, keep: int, lost_best: int | None) -> None:
+    """Name best and last in the run folder, after their checkpoints are there; delete what is not kept."""
+    is_lost = counters.best_step == lost_best
+    best, best_nll = (None, None) if is_lost else (counters.best_step, counters.best_nll)
+    pointers = Pointers(best, counters.step, best_nll)
+    found = None
+    with suppress(UserError):  # damaged, and now replaced
+        found = read_pointers(run)
+    if found != pointers:  # else they keep their time, which says when the run last saved
+        write_pointers(run, pointers)
+    prune_checkpoints(run, keep, counters.best_step)
 
 
 def save(session: Session) -> Iterator[Event]:
@@ -190,8 +232,9 @@ def save(session: Session) -> Iterator[Event]:
         rate = learning_rate(max(counters.step, 1), session.config.optim, session.steps)
         raise failure(session, "the weights are not finite", rate) from error
     session.saved = session.progress
-    session.point()
-    prune_checkpoints(run, session.config.train.keep)
+    if session.lost_best == counters.step:
+        session.lost_best = None
+    settle(run, counters, session.config.train.keep, session.lost_best)
     yield Saved(counters.step, path)
 
 
