@@ -18,7 +18,9 @@ class UserError(Exception):
 
     def __init__(self, message: str) -> None:
         super().__init__(
-            message if message.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)
+            message
+            if message.isprintable()
+            else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)
         )
 
 

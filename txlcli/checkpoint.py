@@ -361,7 +361,7 @@ def _load_model(run: Run, path: Path, device: str | torch.device, notices: tuple
         described = _read_description(path / _WEIGHTS, file.metadata())
         _check_tokenizer(path, described, tokenizer, run)
         _check_settings(path, described, config.model)
-        _check_size(path / _WEIGHTS, config.model, tokenizer.n_vocab)
+        check_size(path, config.model, tokenizer.n_vocab)
         # The first weights are drawn and thrown away: nobody's random numbers may depend on that.
         with torch.random.fork_rng(devices=[]):
             model = TransformerXL(config.model, tokenizer.n_vocab)
@@ -479,15 +479,15 @@ def _check_settings(path: Path, described: Mapping[str, Any], config: ModelConfi
             )
 
 
-def _check_size(path: Path, config: ModelConfig, n_vocab: int) -> None:
-    """Refuse a file that is too small for the model's matrices and tables, before the model is built.
+def check_size(path: Path, config: ModelConfig, n_vocab: int) -> None:
+    """Refuse a checkpoint whose weights are too small for the model's matrices and tables, before it is built.
 
     Building it on torch's meta device would check every shape first, but loads a second's worth of modules.
     """
-    least, size = 4 * least_numbers(config, n_vocab), path.stat().st_size
+    least, size = 4 * least_numbers(config, n_vocab), (path / _WEIGHTS).stat().st_size
     if size < least:
         raise UserError(
-            f"{path}: too small for this model; got {size:,} bytes, the weights take {least:,}; {_REMEDY}"
+            f"{path / _WEIGHTS}: too small for this model; got {size:,} bytes, the weights take {least:,}; {_REMEDY}"
         )
 
 

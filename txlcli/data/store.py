@@ -327,7 +327,9 @@ def _sources(data: Any) -> tuple[SourceInfo, ...]:
             mtime_ns=_integer(one, "mtime_ns", -_LATEST_NS, _LATEST_NS),
             # A store of before has neither.
             inode=_integer_or_none({"inode": None, **one}, "inode", 1 << 64),
-            ctime_ns=None if one.get("ctime_ns") is None else _integer(one, "ctime_ns", -_LATEST_NS, _LATEST_NS),
+            ctime_ns=None
+            if one.get("ctime_ns") is None
+            else _integer(one, "ctime_ns", -_LATEST_NS, _LATEST_NS),
         )
         for one in data
     )

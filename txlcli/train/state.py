@@ -37,7 +37,6 @@ from txlcli.train.compiled import Forward, Shape, compile_forward, quietly, reas
 from txlcli.train.machine import is_out_of_memory
 from txlcli.train.optim import build_optimizers, move, set_learning_rate
 
-
 _MOMENTS = {"step", "exp_avg", "exp_avg_sq"}
 _KEYS = {"adam": _MOMENTS, "adamw": _MOMENTS, "sgd": {"momentum_buffer"}, "muon": {"momentum_buffer"}}
 """What the state of each optimizer holds for a parameter; plain SGD holds nothing."""
