@@ -278,7 +278,7 @@ def _see(event: str, arguments: tuple[Any, ...]) -> None:
         )
         # Python's own files are opened by imports.
         is_own = not isinstance(path, int) and os.fsdecode(path).startswith(
-            (sys.prefix, sys.base_prefix, "/proc", "/sys")
+            (sys.prefix, sys.base_prefix, "/proc", "/sys", str(Path(__file__).parent))
         )
         if (is_written and not may_write) or not (_is_below(path, folder) or is_own):
             misdeeds.append(f"open {path!r:.200} {mode}")

@@ -22,6 +22,7 @@ SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 
 LARGEST_STORE_JSON = 1 << 26
 
+_MOST_VALUES = 1 << 22
 _LATEST_NS = 1 << 63
 
 
@@ -221,7 +222,7 @@ def read_store_info(run_dir: Path) -> StoreInfo:
     """
     path = run_dir / "data" / "store.json"
     try:
-        return _parse_store_info(json.loads(files.read_bounded(path, LARGEST_STORE_JSON)))
+        return _parse_store_info(files.load_json(files.read_bounded(path, LARGEST_STORE_JSON), _MOST_VALUES))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: damaged; {type(error).__name__}: {error}") from error
 

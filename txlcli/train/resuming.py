@@ -158,7 +158,7 @@ def _make_ready(
 
 
 def _read_saved(run: Run) -> tuple[Path | None, Counters]:
-    """Find the last whole checkpoint and read how far it is; a run that was killed before its first has done nothing.
+    """Find the last whole checkpoint and read how far it is; without one nothing is done yet.
 
     Training itself says where a newer one is damaged.
     """
