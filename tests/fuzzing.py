@@ -164,11 +164,11 @@ def fuzz(
     draw, found = random.Random(seed), Findings()
     sound = {name: (folder / name).read_bytes() for name in reader.files}
     pools = {name: [sound[name], *reader.files[name]] for name in reader.files}
-    whole = _files_below(folder)
+    whole = files_below(folder)
     for _ in range(2):  # what is imported only now is no fault of a damaged file
         fault, form = read(folder, reader)
     assert not form, fault or form
-    _restore(folder, whole)
+    restore(folder, whole)
     stop = None if seconds is None else time.monotonic() + seconds
     n_done = 0
     while (n_inputs is None or n_done < n_inputs) and (stop is None or time.monotonic() < stop):
@@ -191,16 +191,16 @@ def fuzz(
             pool.append(data)
         (folder / name).write_bytes(sound[name])
         if reader.writes or reader.prepare is not None:
-            _restore(folder, whole)
-    assert _files_below(folder) == whole, "a reader has written"
+            restore(folder, whole)
+    assert files_below(folder) == whole, "a reader has written"
     return found
 
 
-def _files_below(folder: Path) -> dict[Path, bytes]:
+def files_below(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def _restore(folder: Path, whole: Mapping[Path, bytes]) -> None:
+def restore(folder: Path, whole: Mapping[Path, bytes]) -> None:
     """Make a folder hold these files and no others."""
     kept = {parent for path in whole for parent in path.parents}
     for path in sorted(folder.rglob("*"), reverse=True):

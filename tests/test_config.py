@@ -451,7 +451,10 @@ def test_python_is_checked_like_flags(make: Any, message: str) -> None:
 BAD_YAML = [
     ("model:\n  n_layers: 4\n", ":2: unknown setting `model.n_layers`; did you mean `n_layer`?"),
     ("model:\n  n_layer: 0\n", ":2: n_layer must be a whole number of at least 1 and at most 10000; got `0`"),
-    ("\r\n\r\nmodel:\r\n  n_layer: x\r\n", ":4: n_layer must be a whole number of at least 1 and at most 10000; got `x`"),
+    (
+        "\r\n\r\nmodel:\r\n  n_layer: x\r\n",
+        ":4: n_layer must be a whole number of at least 1 and at most 10000; got `x`",
+    ),
     ("n_layer: 3\n", ":1: unknown section `n_layer`; it belongs under `model:`"),
     ("modle:\n  n_layer: 3\n", ":1: unknown section `modle`; did you mean `model`?"),
     ("data:\n  n_layer: 3\n", ":2: `n_layer` does not belong under `data:`; it belongs under `model:`"),
@@ -466,7 +469,10 @@ BAD_YAML = [
      ":1: unknown section `a`"),
     ("model: !!python/object/apply:os.system [x]\n",
      ":1: tags such as `tag:yaml.org,2002:python/object/apply:os.system` are refused; remove it"),
-    ("model:\n  n_layer: [3]\n", ":2: n_layer must be a whole number of at least 1 and at most 10000; got a list"),
+    (
+        "model:\n  n_layer: [3]\n",
+        ":2: n_layer must be a whole number of at least 1 and at most 10000; got a list",
+    ),
     ("model:\n  norm: {a: b}\n", ":2: norm must be one of post, pre; got a mapping"),
     ("data:\n  corpus: [[a]]\n", ":2: corpus must be a list of paths; got a list within it"),
     ("data:\n  corpus: {a: b}\n", ":2: corpus must be a list of paths; got a mapping"),

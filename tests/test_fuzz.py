@@ -4,23 +4,31 @@ import hashlib
 import itertools
 import json
 import os
+import pickle
+import pty
 import random
+import re
 import shutil
+import stat
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from tests.fuzzing import Findings, Reader, fuzz
+from tests.fuzzing import Findings, Reader, files_below, fuzz, restore
 from tests.test_convert import BASE, N_VOCAB, WORDS, draw, naming_of, settle, state_of, write_huggingface
 from tests.test_train import TINY, write_corpus
 from txlcli import UserError
 from txlcli.api import load as load_run
 from txlcli.checkpoint import load_model
+from txlcli.cli import main
 from txlcli.config import build, from_flags, load, read_origins, read_settings
 from txlcli.convert.settings import settings_of
 from txlcli.convert.sources import open_source
@@ -51,7 +59,7 @@ from txlcli.run import (
 )
 from txlcli.sources import find_corpus
 from txlcli.tokenizer import build_tokenizer, load_tokenizer
-from txlcli.train import NonFinite, Ready, begin, evaluating, resume, train
+from txlcli.train import NonFinite, Notice, Ready, begin, evaluating, resume, train
 from txlcli.train.state import TrainState, optimize
 
 SECONDS = float(os.environ.get("TXL_FUZZ_SECONDS", "180"))
@@ -213,7 +221,8 @@ def go_on(folder: Path) -> None:
 def make_config(trained: Path) -> tuple[Path, Reader]:
     asked = (
         b"# As asked for; the text is yet to be prepared, and what this leaves open to be planned.\n"
-        b'data:\n  corpus:\n  - a b.txt\n  - "c\\u00e9"\n  tokenizer: char\nmodel: {n_layer: 2, cutoffs: [3, 5]}\n'
+        b'data:\n  corpus:\n  - a b.txt\n  - "c\\u00e9"\n  tokenizer: char\n'
+        b"model: {n_layer: 2, cutoffs: [3, 5]}\n"
     )
     return copied(trained, "run"), Reader({"config.yaml": (asked,)}, read_config)
 
@@ -334,3 +343,191 @@ def test_files_damaged_for_minutes_are_read_or_refused(name: str, trained: Path)
         f"{name}: {found.n_read:,} read, {found.n_refused:,} refused in {len(found.forms):,} ways\n"
     )
     assert_sound(found)
+
+
+# What else a stranger's run may hold
+
+
+def run_command(*args: object, code: int = 0) -> Any:
+    result = CliRunner().invoke(main, [str(arg) for arg in args])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, result.stderr
+    return result
+
+
+@pytest.mark.parametrize("name", ["data", "checkpoints", "metrics.jsonl", "stdin.txt", STEP])
+def test_nothing_is_written_or_deleted_through_a_link(trained: Path, name: str) -> None:
+    """What a link in a run leads to is not emptied, added to or cleared, not even of files that look ours."""
+    folder, outside = copied(trained, "run"), Path("outside").absolute()
+    path = folder / name
+    if not path.exists():
+        path.write_text("the text\n")
+    path.rename(outside)
+    path.symlink_to(outside)
+    if outside.is_dir():
+        (outside / ".mine.tmp").write_text("mine")
+        (outside / "step-0000005").mkdir()
+        (outside / "step-0000005" / "mine").write_text("mine")
+    before = files_below(outside) or outside.read_bytes()
+    result = run_command("train", "--resume", folder, "--steps", 4, "--keep", 1, code=2)
+    assert result.stdout == ""
+    kind = "file" if name.endswith(("jsonl", "txt")) else "folder"
+    assert result.stderr == (
+        f"error: {path}: is a link or no {kind}, and a run is written only within its own folder; "
+        "put the thing itself there, or link the whole run\n"
+    )
+    assert (files_below(outside) or outside.read_bytes()) == before
+    assert path.is_symlink()
+    if name != "stdin.txt":  # reading does no harm
+        run_command("generate", "--run", folder, "--max-tokens", 2)
+
+
+def test_a_run_may_be_a_link(trained: Path) -> None:
+    folder = copied(trained, "run")
+    Path("link").symlink_to(folder)
+    run_command("train", "--resume", "link", "--steps", 3)
+    assert list_checkpoints(Run(folder))[-1] == 3
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "tokenizer.json", "data/store.json"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(trained: Path, name: str) -> None:
+    folder = copied(trained, "run")
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    run_command("runs", folder.parent)
+    if name != "metrics.jsonl":
+        for command in ("generate", "eval", "config"):
+            run_command(
+                command, "--run", folder, code=0 if name != "config.yaml" and command == "config" else 2
+            )
+    run_command("train", "--resume", folder, "--steps", 3, code=2)
+
+
+def test_a_strangers_store_leads_to_nothing_of_the_users(tmp_path: Path) -> None:
+    """A store beside, whose ids are a link to another file, is not taken; nor is a file that is not its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluating, "SAMPLE_TOKENS", 3)
+        corpus, secret = write_corpus(tmp_path), tmp_path / "secret"
+        flags = from_flags({**TINY, "corpus": (str(corpus),)})
+        list(begin(flags, out=tmp_path / "stranger"))
+        ids = tmp_path / "stranger" / "data" / "train.ids"
+        secret.write_bytes(ids.read_bytes())
+        ids.unlink()
+        ids.symlink_to(secret)
+        (tmp_path / "stranger" / "tokenizer.extra").symlink_to("/etc/passwd")
+        events = list(begin(flags, out=tmp_path / "own"))
+    told = [event.text for event in events if isinstance(event, Notice)]
+    assert told == [
+        f"{tmp_path}/stranger: has prepared the same text, but it cannot be taken: {ids}: is a link, "
+        "not a file"
+    ]
+    assert all(stat.S_ISREG(path.lstat().st_mode) for path in files_below(tmp_path / "own"))
+    assert not (tmp_path / "own" / "tokenizer.extra").exists()
+
+
+@pytest.mark.parametrize("form", ["pickle", "torch"])
+def test_no_file_of_a_run_is_unpickled(trained: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file in turn is replaced by a pickle whose loading would leave a mark."""
+    monkeypatch.setattr(evaluating, "SAMPLE_TOKENS", 1)
+
+    class Mark:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.mkdir, (str(Path("pwned").absolute()),)
+
+    data = pickle.dumps(Mark())
+    if form == "torch":
+        torch.save(Mark(), "mark.pt")
+        data = Path("mark.pt").read_bytes()
+    folder = copied(trained, "run")
+    commands = {
+        "generate": ["--run", folder, "--max-tokens", 1],
+        "eval": ["--run", folder, "--split", "valid"],
+        "config": ["--run", folder],
+        "runs": [folder.parent],
+        "train": ["--resume", folder, "--steps", 3, "--quiet"],
+    }
+    whole = files_below(folder)
+    for path in whole:
+        path.write_bytes(data)
+        for command, arguments in commands.items():
+            result = CliRunner().invoke(main, [command, *map(str, arguments)], catch_exceptions=False)
+            assert result.exit_code in (0, 2), (path, command)
+            assert not Path("pwned").exists(), (path, command)
+        restore(folder, whole)
+    pickle.loads(pickle.dumps(Mark()))
+    assert Path("pwned").exists(), "the mark is real"
+
+
+def test_the_texts_of_a_strangers_run_are_named_before_they_are_read(trained: Path) -> None:
+    folder = Path("run")
+    folder.mkdir()
+    corpus, valid = trained.parent / "words.txt", trained.parent / "words.txt"
+    folder.joinpath("config.yaml").write_text(
+        "# As asked for; the text is yet to be prepared, and what this leaves open to be planned.\n"
+        f"data:\n  corpus: [{corpus}]\n  valid: {valid}\n  tokenizer: byte\ntrain:\n  steps: 2\n"
+    )
+    first = next(iter(resume(Run(folder), {})))
+    assert first == Notice(
+        f"run: its text was not prepared to the end; it is prepared anew, from {corpus}, {valid}"
+    )
+
+
+# Terminals
+
+
+def on_a_terminal(*args: object) -> str:
+    """Run a command line whose stdout and stderr are a terminal, and return what that is told."""
+    ours, theirs = pty.openpty()
+    told = bytearray()
+
+    def listen() -> None:
+        with suppress(OSError):  # nobody holds the other end any more
+            while part := os.read(ours, 4096):
+                told.extend(part)
+
+    listener = threading.Thread(target=listen)
+    listener.start()
+    with os.fdopen(theirs, "w", encoding="utf-8") as terminal, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TERM", "dumb")  # then nothing of what is told is ours
+        patch.setattr(sys, "stdout", terminal)
+        patch.setattr(sys, "stderr", terminal)
+        with suppress(SystemExit):
+            main([str(arg) for arg in args])
+    listener.join()
+    os.close(ours)
+    return told.decode()
+
+
+HOSTILE = "a\x1b]0;title\x07b\x9bc\u202ed\te\nf\r\ng\x7f"
+SHOWN = "a\\x1b]0;title\\x07b\\x9bc\\u202ed\te\nf\r\ng\\x7f"
+
+
+def test_control_codes_are_shown_on_a_terminal_and_kept_elsewhere(trained: Path) -> None:
+    command = ("generate", "--run", trained, "--prompt", HOSTILE, "--max-tokens", 300, "--temperature", 2)
+    command += ("--seed", 1, "--device", "cpu")
+    plain = run_command(*command).stdout_bytes.decode()
+    assert plain.startswith(HOSTILE)
+    told = on_a_terminal(*command)
+    # The terminal itself begins each line with a carriage return.
+    assert SHOWN.replace("\n", "\r\n") in told
+    assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", told)
+    assert re.search("[\x00-\x08\x0b\x0c\x0e-\x1f]", plain.removeprefix(HOSTILE)), (
+        "the model made some itself"
+    )
+
+
+def test_control_codes_of_names_and_samples_are_shown_in_training(tmp_path: Path) -> None:
+    corpus = tmp_path / "a\x1b[31m\nb.txt"
+    corpus.write_text("red \x1b[31mand\x9b more\u202e\n" * 40)
+    settings = ["--tokenizer", "byte", "--steps", 2, "--n-layer", 1, "--d-model", 4, "--n-head", 1]
+    told = on_a_terminal("train", corpus, *settings, "--out", tmp_path / "r\x1b[2Jn", "--batch-size", 2)
+    assert "a\\x1b[31m\\nb.txt" in told
+    assert "»" in told
+    assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", told)
+    told = on_a_terminal("train", corpus, *settings, "--dry-run")
+    assert "red \\x1b[31mand\\x9b more\\u202e" in told
+    told = on_a_terminal("generate", "--run", "no\x1b[2J\nerror: such")
+    assert (
+        told == "error: no\\x1b[2J\\nerror: such: no such run folder; `txl runs` lists those under runs/\r\n"
+    )

@@ -480,14 +480,15 @@ def _check_settings(path: Path, described: Mapping[str, Any], config: ModelConfi
 
 
 def check_size(path: Path, config: ModelConfig, n_vocab: int) -> None:
-    """Refuse a checkpoint whose weights are too small for the model's matrices and tables, before it is built.
+    """Refuse weights in a checkpoint's folder that are too few for a model, before that is built.
 
     Building it on torch's meta device would check every shape first, but loads a second's worth of modules.
     """
-    least, size = 4 * least_numbers(config, n_vocab), (path / _WEIGHTS).stat().st_size
+    weights, least = path / _WEIGHTS, 4 * least_numbers(config, n_vocab)
+    size = weights.stat().st_size
     if size < least:
         raise UserError(
-            f"{path / _WEIGHTS}: too small for this model; got {size:,} bytes, the weights take {least:,}; {_REMEDY}"
+            f"{weights}: too small for this model; got {size:,} bytes, the weights take {least:,}; {_REMEDY}"
         )
 
 

@@ -272,9 +272,10 @@ def _refuse_links(run: Run) -> None:
     ):
         with suppress(FileNotFoundError):
             if not is_kind(path.lstat().st_mode):
+                kind = "folder" if is_kind is stat.S_ISDIR else "file"
                 raise UserError(
-                    f"{path}: is a link or no {'folder' if is_kind is stat.S_ISDIR else 'file'}, and a run is "
-                    "written only within its own folder; put the thing itself there, or link the whole run"
+                    f"{path}: is a link or no {kind}, and a run is written only within its own folder; "
+                    "put the thing itself there, or link the whole run"
                 )
 
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 # What a terminal would obey instead of showing: C0 but tab and line ends, delete, C1; and the embeddings,
-# overrides and isolates that turn around the text beside them, so that a line reads as it is not. The marks of
-# direction (U+200E, U+200F, U+061C) stay: ordinary Hebrew and Arabic has them, and they move no other text.
+# overrides and isolates that turn around the text beside them, so that a line reads as it is not. The marks
+# of direction (U+200E, U+200F, U+061C) stay: ordinary Hebrew and Arabic has them; they move no other text.
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]|\r(?!\n)")
 
 
