@@ -10,9 +10,10 @@ import random
 import re
 import shutil
 import stat
+import struct
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +21,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from tests.fuzzing import Findings, Reader, files_below, fuzz, restore
+from tests.fuzzing import Findings, Reader, files_below, fuzz, read, restore
 from tests.test_convert import BASE, N_VOCAB, WORDS, draw, naming_of, settle, state_of, write_huggingface
 from tests.test_train import TINY, write_corpus
 from txlcli import UserError
@@ -334,6 +337,135 @@ def test_damaged_files_are_read_or_refused(name: str, trained: Path) -> None:
     assert found.n_refused > 0 or name == "sibling"
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Walk the items of a JSON value, each as what holds it and its key there."""
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield value, key
+        yield from places(value[key])
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("store", "data/store.json"),
+        ("sibling", "data/store.json"),
+        ("small files", "pointers.json"),
+        ("small files", "converted.json"),
+        ("state", f"{STEP}/state.json"),
+        ("tokenizer", "tokenizer.json"),
+        ("source", "config.json"),
+        ("words", "words.json"),
+    ],
+)
+@given(data=st.data())
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_json_in_place_of_any_value_is_read_or_refused(
+    name: str, file: str, trained: Path, data: st.DataObject
+) -> None:
+    if not data_folders or data_folders[-1][0] != (name, file, Path.cwd()):
+        data_folders.append(((name, file, Path.cwd()), *READERS[name](trained)))
+    _, folder, reader = data_folders[-1]
+    sound = (folder / file).read_bytes()
+    value = json.loads(sound)
+    holder, key = data.draw(st.sampled_from([*places(value)]))
+    if isinstance(holder, dict) and data.draw(st.booleans()):
+        holder[data.draw(st.text(max_size=3))] = holder.pop(key)
+    else:
+        holder[key] = data.draw(JSON)
+    try:
+        (folder / file).write_text(json.dumps(value))
+        fault, _ = read(folder, reader)
+        assert fault is None
+    finally:
+        (folder / file).write_bytes(sound)
+
+
+data_folders: list[tuple[tuple[str, str, Path], Path, Reader]] = []
+"""The folder that all examples of one test damage."""
+
+
+# What damage has found: the reader, the file, what is replaced in it by what, and what is said of it
+FOUND: tuple[tuple[str, str, bytes, bytes, str], ...] = (
+    # A number that is none, where a whole one was expected.
+    (
+        "store",
+        "data/store.json",
+        rb'"mtime_ns": \d+',
+        b'"mtime_ns": Infinity',
+        "`mtime_ns` is inf, not a number",
+    ),
+    (
+        "store",
+        "data/store.json",
+        rb'"ctime_ns": \w+',
+        b'"ctime_ns": 1e999',
+        "`ctime_ns` is inf, not a number",
+    ),
+    # What the library quotes of a file: control codes, and thousands of characters.
+    ("weights", f"{STEP}/model.safetensors", b'"F32"', b'"\\u001b[31m"', r"unknown variant `\x1b[31m`"),
+    (
+        "weights",
+        f"{STEP}/model.safetensors",
+        b'"F32"',
+        b'"\xc2\x9b\xe2\x80\xae"',
+        r"unknown variant `\x9b\u202e`",
+    ),
+    (
+        "weights",
+        f"{STEP}/model.safetensors",
+        b'"F32"',
+        b'"' + b"x" * 5000 + b'"',
+        "xxx...; take another step",
+    ),
+    # A state that lacks what the optimizer needs, or has it in another form.
+    ("state", f"{STEP}/state.safetensors", rb"exp_avg_sq\.embed", b"exp_avg_xx.embed", "is incomplete"),
+    ("state", f"{STEP}/state.safetensors", b'"F32"', b'"I32"', "must be float32"),
+    # A number too large for any, which could later not be written.
+    (
+        "state",
+        f"{STEP}/state.json",
+        rb'"smoothed": [\d.]+',
+        b'"smoothed": 1e999',
+        "1e999 is too large a number",
+    ),
+    ("state", f"{STEP}/state.json", rb'"step": 2', b'"step": -2', "`step` must be"),
+    # Models that no machine holds, before any is built; a vocabulary other than the model's.
+    ("resume", "config.yaml", rb"n_layer: 1\b", b"n_layer: 1000000000", "n_layer must be a whole number of"),
+    ("resume", "config.yaml", rb"d_inner: \d+", b"d_inner: 1000000000", "too small for this model"),
+    ("generate", "data/store.json", rb'"n_vocab": 256', b'"n_vocab": 300', "a tokenizer of 256 ids"),
+    ("resume", "data/store.json", rb'"n_vocab": 256', b'"n_vocab": 300', "put the run's own tokenizer back"),
+    # More values than a vocabulary has, in few bytes.
+    ("tokenizer", "tokenizer.json", b"$", b" " + b"[]," * 1_100_000, "expected JSON"),
+)
+
+
+@pytest.mark.parametrize(("name", "file", "old", "new", "text"), FOUND)
+def test_what_was_found_is_refused(
+    name: str, file: str, old: bytes, new: bytes, text: str, trained: Path
+) -> None:
+    folder, reader = READERS[name](trained)
+    data = (folder / file).read_bytes()
+    is_binary = file.endswith(".safetensors")
+    end = 8 + int.from_bytes(data[:8], "little") if is_binary else len(data)
+    head, n_changed = re.subn(old, lambda _: new, data[8 * is_binary : end], count=1)
+    assert n_changed == 1
+    (folder / file).write_bytes(struct.pack("<Q", len(head)) * is_binary + head + data[end:])
+    seal(folder) if reader.prepare is not None else None
+    fault, form = read(folder, reader)
+    assert fault is None
+    assert form
+    with pytest.raises(UserError) as caught:
+        reader.read(folder)
+    assert text in str(caught.value)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
 def test_files_damaged_for_minutes_are_read_or_refused(name: str, trained: Path) -> None:
@@ -405,7 +537,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(trained: Path, name: str) -
 
 
 def test_a_strangers_store_leads_to_nothing_of_the_users(tmp_path: Path) -> None:
-    """A store beside, whose ids are a link to another file, is not taken; nor is a file that is not its own."""
+    """A store beside, whose ids are a link to another file, is not taken; nor is what is no part of it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluating, "SAMPLE_TOKENS", 3)
         corpus, secret = write_corpus(tmp_path), tmp_path / "secret"
