@@ -434,6 +434,15 @@ FOUND: tuple[tuple[str, str, bytes, bytes, str], ...] = (
         "1e999 is too large a number",
     ),
     ("state", f"{STEP}/state.json", rb'"step": 2', b'"step": -2', "`step` must be"),
+    # A whole number too large for a float.
+    (
+        "small files",
+        "pointers.json",
+        rb'"best_nll": [\d.]+',
+        b'"best_nll": ' + b"9" * 400,
+        "more than 40 digits",
+    ),
+    ("source", "config.json", rb'"dropatt": [\d.]+', b'"dropatt": ' + b"9" * 400, "more than 40 digits"),
     # Models that no machine holds, before any is built; a vocabulary other than the model's.
     ("resume", "config.yaml", rb"n_layer: 1\b", b"n_layer: 1000000000", "n_layer must be a whole number of"),
     ("resume", "config.yaml", rb"d_inner: \d+", b"d_inner: 1000000000", "too small for this model"),

@@ -69,6 +69,7 @@ _CONFIG_LIMIT_BYTES = 1 << 20
 _POINTERS_LIMIT_BYTES = 4096
 _CONVERSION_LIMIT_BYTES = 4096
 _METRICS_LINE_LIMIT_BYTES = 65_536
+_MOST_DIGITS = 40
 _NAME_LIMIT_BYTES = 200
 _PROBE = ".write-test"
 _LOCK = ".lock"
@@ -697,7 +698,7 @@ def parse_json(data: bytes | str, place: object) -> dict[str, Any]:
         UserError: it is not JSON, or no object; the message begins with `place`.
     """
     try:
-        values = json.loads(data, parse_constant=_refuse_constant, parse_float=_finite)
+        values = json.loads(data, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_whole)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place}: damaged, not valid JSON; {json_fault(error)}") from error
     if not isinstance(values, dict):
@@ -714,6 +715,12 @@ def json_fault(error: ValueError | RecursionError) -> str:
     if "integer string conversion" in str(error):
         return "a whole number of more than 4,300 digits"
     return str(error).lower()
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:  # so that it can be made a float
+        raise ValueError(f"a whole number of more than {_MOST_DIGITS} digits")
+    return int(digits)
 
 
 def _finite(digits: str) -> float:
