@@ -134,13 +134,12 @@ def read_small_files(folder: Path) -> None:
 
 
 def seal(folder: Path) -> None:
-    """Give a checkpoint the checksums of its files, as a stranger can; one time in eight not."""
+    """Give a checkpoint the checksums of its files, as a stranger can."""
     path = folder / STEP / "state.json"
     files = {name: (folder / STEP / name).read_bytes() for name in ("model.safetensors", "state.safetensors")}
-    text = path.read_bytes()
     with suppress(ValueError, RecursionError, UserError):
-        values = parse_json(text, "state.json")
-        if sum(map(len, files.values()), len(text)) % 8 == 0 or {"files", "checksum"} - values.keys():
+        values = parse_json(path.read_bytes(), "state.json")
+        if {"files", "checksum"} - values.keys():
             return
         values["files"] = {
             name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
@@ -149,6 +148,12 @@ def seal(folder: Path) -> None:
         del values["checksum"]
         values["checksum"] = hashlib.sha256(dump_json(values)).hexdigest()
         path.write_bytes(dump_json(values))
+
+
+def mostly_seal(folder: Path) -> None:
+    """Seal a checkpoint but for one time in eight, which depends on its files alone."""
+    if sum(path.stat().st_size for path in (folder / STEP).iterdir()) % 8:
+        seal(folder)
 
 
 def read_weights(folder: Path) -> None:
@@ -262,12 +267,14 @@ def make_small_files(trained: Path) -> tuple[Path, Reader]:
 
 
 def make_weights(trained: Path) -> tuple[Path, Reader]:
-    return copied(trained, "run"), Reader({f"{STEP}/model.safetensors": ()}, read_weights, prepare=seal)
+    return copied(trained, "run"), Reader(
+        {f"{STEP}/model.safetensors": ()}, read_weights, prepare=mostly_seal
+    )
 
 
 def make_state(trained: Path) -> tuple[Path, Reader]:
     names = (f"{STEP}/state.safetensors", f"{STEP}/state.json")
-    return copied(trained, "run"), Reader(dict.fromkeys(names, ()), read_state, prepare=seal)
+    return copied(trained, "run"), Reader(dict.fromkeys(names, ()), read_state, prepare=mostly_seal)
 
 
 def make_source(trained: Path) -> tuple[Path, Reader]:
@@ -292,7 +299,7 @@ def make_words(trained: Path) -> tuple[Path, Reader]:
 def make_whole(trained: Path) -> tuple[Path, Reader]:
     names = ("config.yaml", "tokenizer.json", "data/store.json", "data/valid.ids", "data/valid.counts")
     names += ("data/valid.left_out", "pointers.json", f"{STEP}/model.safetensors")
-    return copied(trained, "run"), Reader(dict.fromkeys(names, ()), use_run, prepare=seal)
+    return copied(trained, "run"), Reader(dict.fromkeys(names, ()), use_run, prepare=mostly_seal)
 
 
 def make_resumed(trained: Path) -> tuple[Path, Reader]:
@@ -303,7 +310,7 @@ def make_resumed(trained: Path) -> tuple[Path, Reader]:
     path.write_text(path.read_text().replace("steps: 2", "steps: 4"))
     names = ("config.yaml", "data/store.json", "data/train.ids", "metrics.jsonl", "pointers.json")
     names += (f"{STEP}/state.json", f"{STEP}/state.safetensors", f"{STEP}/model.safetensors")
-    return folder, Reader(dict.fromkeys(names, ()), go_on, writes=True, prepare=seal)
+    return folder, Reader(dict.fromkeys(names, ()), go_on, writes=True, prepare=mostly_seal)
 
 
 READERS: dict[str, Callable[[Path], tuple[Path, Reader]]] = {
