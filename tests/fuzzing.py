@@ -29,6 +29,8 @@ CPU_S = 5.0
 
 LONGEST_ERROR = 2000
 
+_PACKAGE = str(Path(__file__).parents[1])
+
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|[A-Za-z_]+|[\[\]{}:,\n]', re.DOTALL)
 _HOSTILE = (
     *b"null true false none ~ -1 0 1 2 3 255 256 65536 2147483648 4294967296 9007199254740993".split(),
@@ -278,7 +280,7 @@ def _see(event: str, arguments: tuple[Any, ...]) -> None:
         )
         # Python's own files are opened by imports.
         is_own = not isinstance(path, int) and os.fsdecode(path).startswith(
-            (sys.prefix, sys.base_prefix, "/proc", "/sys", str(Path(__file__).parent))
+            (sys.prefix, sys.base_prefix, "/proc", "/sys", _PACKAGE)
         )
         if (is_written and not may_write) or not (_is_below(path, folder) or is_own):
             misdeeds.append(f"open {path!r:.200} {mode}")
