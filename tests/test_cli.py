@@ -302,7 +302,10 @@ def test_none_unsets_a_setting_of_the_file(monkeypatch, tmp_path):
         ("train a.txt --xyzzy", "--xyzzy: no such option; see txl train --help"),
         ("train a.txt --steps", "--steps: needs a value"),
         ("train", "CORPUS: missing; name text files, folders, or - for standard input; see txl train --help"),
-        ("train a.txt --n-layer 0", "--n-layer: must be a whole number of at least 1; got `0`"),
+        (
+            "train a.txt --n-layer 0",
+            "--n-layer: must be a whole number of at least 1 and at most 10000; got `0`",
+        ),
         ("train a.txt --lr fast", "--lr: must be a number above 0; got `fast`"),
         ("train a.txt --norm per", "--norm: must be one of post, pre; got `per`; did you mean `pre`?"),
         ("train a.txt --steps 3 --minutes 2", "--minutes: cannot go with --steps; give one of them"),

@@ -193,7 +193,10 @@ def test_build_section_makes_what_asdict_took_apart() -> None:
     assert build_section("model", dataclasses.asdict(model), "x") == model
     with pytest.raises(UserError, match=r"^x: unknown setting `n_layers` in `model`$"):
         build_section("model", {"n_layers": 3}, "x")
-    with pytest.raises(UserError, match=r"^x: model.n_layer: must be a whole number of at least 1; got `3`$"):
+    with pytest.raises(
+        UserError,
+        match=r"^x: model.n_layer: must be a whole number of at least 1 and at most 10000; got `3`$",
+    ):
         build_section("model", {"n_layer": "3"}, "x")
 
 
@@ -282,11 +285,11 @@ def test_none_unsets_on_the_command_line() -> None:
 
 
 BAD_FLAGS = [
-    ({"n_layer": "0"}, "--n-layer: must be a whole number of at least 1; got `0`"),
-    ({"n_layer": "1e3"}, "--n-layer: must be a whole number of at least 1; got `1e3`"),
-    ({"n_layer": "none"}, "--n-layer: must be a whole number of at least 1; got `none`"),
+    ({"n_layer": "0"}, "--n-layer: must be a whole number of at least 1 and at most 10000; got `0`"),
+    ({"n_layer": "1e3"}, "--n-layer: must be a whole number of at least 1 and at most 10000; got `1e3`"),
+    ({"n_layer": "none"}, "--n-layer: must be a whole number of at least 1 and at most 10000; got `none`"),
     ({"n_layer": "4"}, None),
-    ({"n_layer": "٤"}, "--n-layer: must be a whole number of at least 1; got `٤`"),
+    ({"n_layer": "٤"}, "--n-layer: must be a whole number of at least 1 and at most 10000; got `٤`"),
     ({"steps": "9" * 5000}, f"--steps: must be a whole number of at least 1; got `{'9' * 57}...`"),
     ({"seed": str(2**63)}, "--seed: must be a whole number of at least 0 and at most 9223372036854775807; "
                            "got `9223372036854775808`"),
@@ -420,9 +423,15 @@ def test_contradictions_are_told_where_they_were_said_last(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ModelConfig(n_layer=0), "model.n_layer: must be a whole number of at least 1; got `0`"),
+        (
+            lambda: ModelConfig(n_layer=0),
+            "model.n_layer: must be a whole number of at least 1 and at most 10000; got `0`",
+        ),
         (lambda: ModelConfig(n_head=True), "model.n_head: must be a whole number of at least 1; got `True`"),
-        (lambda: ModelConfig(n_layer=4.0), "model.n_layer: must be a whole number of at least 1; got `4.0`"),
+        (
+            lambda: ModelConfig(n_layer=4.0),
+            "model.n_layer: must be a whole number of at least 1 and at most 10000; got `4.0`",
+        ),
         (lambda: ModelConfig(tied=None), "model.tied: must be true or false; got none"),
         (
             lambda: TrainConfig(steps=1, minutes=1),
@@ -443,8 +452,11 @@ def test_python_is_checked_like_flags(make: Any, message: str) -> None:
 
 BAD_YAML = [
     ("model:\n  n_layers: 4\n", ":2: unknown setting `model.n_layers`; did you mean `n_layer`?"),
-    ("model:\n  n_layer: 0\n", ":2: n_layer must be a whole number of at least 1; got `0`"),
-    ("\r\n\r\nmodel:\r\n  n_layer: x\r\n", ":4: n_layer must be a whole number of at least 1; got `x`"),
+    ("model:\n  n_layer: 0\n", ":2: n_layer must be a whole number of at least 1 and at most 10000; got `0`"),
+    (
+        "\r\n\r\nmodel:\r\n  n_layer: x\r\n",
+        ":4: n_layer must be a whole number of at least 1 and at most 10000; got `x`",
+    ),
     ("n_layer: 3\n", ":1: unknown section `n_layer`; it belongs under `model:`"),
     ("modle:\n  n_layer: 3\n", ":1: unknown section `modle`; did you mean `model`?"),
     ("data:\n  n_layer: 3\n", ":2: `n_layer` does not belong under `data:`; it belongs under `model:`"),
@@ -459,7 +471,10 @@ BAD_YAML = [
      ":1: unknown section `a`"),
     ("model: !!python/object/apply:os.system [x]\n",
      ":1: tags such as `tag:yaml.org,2002:python/object/apply:os.system` are refused; remove it"),
-    ("model:\n  n_layer: [3]\n", ":2: n_layer must be a whole number of at least 1; got a list"),
+    (
+        "model:\n  n_layer: [3]\n",
+        ":2: n_layer must be a whole number of at least 1 and at most 10000; got a list",
+    ),
     ("model:\n  norm: {a: b}\n", ":2: norm must be one of post, pre; got a mapping"),
     ("data:\n  corpus: [[a]]\n", ":2: corpus must be a list of paths; got a list within it"),
     ("data:\n  corpus: {a: b}\n", ":2: corpus must be a list of paths; got a mapping"),
@@ -467,7 +482,7 @@ BAD_YAML = [
     ("model:\n\tn_layer: 3\n", ":2: not YAML: found character '\\t' that cannot start any token"),
     ("model:\n  n_layer: 3\n---\noptim:\n", ":3: a second document; keep one"),
     ("model:\n  tied: 1\n", ":2: tied must be true or false; got `1`"),
-    ("model:\n  n_layer:\n", ":2: n_layer must be a whole number of at least 1; got none"),
+    ("model:\n  n_layer:\n", ":2: n_layer must be a whole number of at least 1 and at most 10000; got none"),
     ("train:\n  steps: 3\n  epochs: 2\n", ":2: steps and epochs each set the length; give one of them"),
     ("\0", ": not YAML: unacceptable character #x0000: special characters are not..."),
 ]  # fmt: skip

@@ -152,7 +152,9 @@ def test_measured_numbers(value, text):
 
 def test_control_codes_are_shown():
     assert report.escape_controls("a\x1b[31m\x07b\x9bc\x7f\td\ne") == "a\\x1b[31m\\x07b\\x9bc\\x7f\td\ne"
-    assert report.escape_controls("a\r\nb\rc\r") == "a\r\nb\\x0dc\\x0d"
+    assert report.escape_controls("a\r\nb\rc\r") == "a\r\nb\\rc\\r"
+    assert report.escape_controls("a\u202eb\u2069\u200f") == "a\\u202eb\\u2069\u200f"
+    assert report.escape_line("a\tb\r\nc\u2028\x9b") == "a\\tb\\r\\nc\\u2028\\x9b"
     assert report.one_line("a\\b\n\tc\x1b\r") == "a\\\\b\\n\\tc\\x1b\\r"
     assert report.one_line(b"\xe6\x9d\\x") == "\\xe6\\x9d\\\\x"
 

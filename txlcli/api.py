@@ -294,7 +294,12 @@ def load(
         repeat_exactly()
     run = latest_run() if path is None else open_run(path)
     loaded = load_model(run, str(checkpoint), chosen)
-    conversion = read_conversion(run)
+    known = read_conversion(run) or read_store_info(run.folder)
+    if known.n_vocab != loaded.tokenizer.n_vocab:
+        raise UserError(
+            f"{run.folder}: has a tokenizer of {loaded.tokenizer.n_vocab:,} ids, the rest of it is made for "
+            f"{known.n_vocab:,}; put the run's own tokenizer back"
+        )
     tokenizer = _of_raw_text(loaded.tokenizer, run) if moses else loaded.tokenizer
     choice = loaded.model.use_attention(attention)
     if attention not in ("auto", choice.name):
@@ -309,7 +314,7 @@ def load(
         config=loaded.config,
         model=loaded.model,
         tokenizer=tokenizer,
-        start_id=read_store_info(run.folder).start_id if conversion is None else conversion.start_id,
+        start_id=known.start_id,
         device=chosen,
         precision=precision,
         notices=(*loaded.notices, *(() if told is None else (f"attention: {told}",))),

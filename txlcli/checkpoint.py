@@ -51,7 +51,7 @@ from torch import Tensor, nn
 
 from txlcli import UserError
 from txlcli.adaptive import Clusters
-from txlcli.config import Config, ModelConfig, SettingError, blame, build, build_section, read_settings
+from txlcli.config import Config, ModelConfig, SettingError, blame, build, build_section, read_settings, shown
 from txlcli.files import describe_error, folder_whole, look_at, open_regular, read_at, read_bounded
 from txlcli.model import TransformerXL, clusters_of
 from txlcli.run import (
@@ -363,7 +363,7 @@ def _load_model(run: Run, path: Path, device: str | torch.device, notices: tuple
         described = _read_description(path / _WEIGHTS, file.metadata())
         _check_tokenizer(path, described, tokenizer, run)
         _check_settings(path, described, config.model)
-        _check_size(path / _WEIGHTS, config.model, tokenizer.n_vocab)
+        check_size(path, config.model, tokenizer.n_vocab)
         # The first weights are drawn and thrown away: nobody's random numbers may depend on that.
         with torch.random.fork_rng(devices=[]):
             model = TransformerXL(config.model, tokenizer.n_vocab)
@@ -426,12 +426,12 @@ def open_tensors(path: Path, remedy: str = _REMEDY) -> Iterator[Any]:
         reason = describe_error(error) if isinstance(error, OSError) else " ".join(str(error).split())
         raise UserError(f"{path}: cannot be read; {reason}") from error
     except SafetensorError as error:
-        raise UserError(f"{path}: damaged; {error}; {remedy}") from error
+        raise UserError(f"{path}: damaged; {shown(error, 300)}; {remedy}") from error
     try:
         with opened as file:
             yield file
     except SafetensorError as error:
-        raise UserError(f"{path}: damaged; {error}; {remedy}") from error
+        raise UserError(f"{path}: damaged; {shown(error, 300)}; {remedy}") from error
 
 
 def _check_header(path: Path, remedy: str) -> None:
@@ -482,18 +482,19 @@ def _check_settings(path: Path, described: Mapping[str, Any], config: ModelConfi
             )
 
 
-def _check_size(path: Path, config: ModelConfig, n_vocab: int) -> None:
-    """Refuse a file that is too small for the model's matrices and tables, before the model is built.
+def check_size(path: Path, config: ModelConfig, n_vocab: int) -> None:
+    """Refuse weights in a checkpoint's folder that are too few for a model, before that is built.
 
     Building it on torch's meta device would check every shape first, but loads a second's worth of modules.
     """
-    status = look_at(path)
+    weights, least = path / _WEIGHTS, 4 * least_numbers(config, n_vocab)
+    status = look_at(weights)
     if status is None:  # a training has just deleted it
-        raise UserError(f"{path}: cannot be read; no such file or directory")
-    least, size = 4 * least_numbers(config, n_vocab), status.st_size
+        raise UserError(f"{weights}: cannot be read; no such file or directory")
+    size = status.st_size
     if size < least:
         raise UserError(
-            f"{path}: too small for this model; got {size:,} bytes, the weights take {least:,}; {_REMEDY}"
+            f"{weights}: too small for this model; got {size:,} bytes, the weights take {least:,}; {_REMEDY}"
         )
 
 

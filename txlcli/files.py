@@ -13,6 +13,7 @@ import errno
 import json
 import os
 import platform
+import re
 import secrets
 import shutil
 import stat
@@ -20,7 +21,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from txlcli import UserError
 
@@ -246,6 +247,25 @@ def read_bounded(path: Path, limit_bytes: int) -> bytes:
     finally:
         os.close(fd)
     return data
+
+
+def load_json(data: bytes, most_values: int) -> Any:
+    """Parse JSON of no more values than that, which are counted before any is made.
+
+    A value may take thirty times its text: an empty list takes three bytes here and sixty there.
+
+    Raises:
+        ValueError: it is not JSON in UTF-8, or has more values.
+        RecursionError: it is nested too deep.
+    """
+    if sum(map(data.count, (b"[", b"{", b","))) > most_values:
+        # Signs within texts are none; a text ends at the first quotation mark without a backslash before it.
+        bare, n_values = data.replace(b"\\\\", b"").replace(b'\\"', b""), 0
+        for sign in re.finditer(rb'"[^"]*(?:"|\Z)|[\[{,]', bare):
+            n_values += sign[0][:1] != b'"'
+            if n_values > most_values:
+                raise ValueError(f"more than {most_values:,} values")
+    return json.loads(data.decode("utf-8-sig"))
 
 
 def open_regular(path: Path) -> int:

@@ -16,6 +16,9 @@ which run saved last, and it is the only place that knows which step is best. `b
 before the first evaluation, and where the best checkpoint was lost; then best is last. Nothing here holds an
 absolute path: a run may be moved and copied.
 
+A run may be a link to a folder elsewhere, and files that are only read may be links. What is written, emptied
+or deleted must lie in the run itself: a run from a stranger could else lead to any file of the user's.
+
 Whoever writes holds the system's lock on `.lock` meanwhile, in which it says who it is. Whoever reads does
 not ask for it, and begins again where what it was sent to has gone meanwhile.
 
@@ -29,6 +32,7 @@ import math
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -39,9 +43,11 @@ from txlcli import UserError
 from txlcli.config import Config, build, read_settings
 from txlcli.files import (
     describe_error,
+    describe_kind,
     is_folder,
     locked,
     look_at,
+    open_regular,
     read_bounded,
     remove_leftovers,
     sync_folder,
@@ -63,6 +69,7 @@ _CONFIG_LIMIT_BYTES = 1 << 20
 _POINTERS_LIMIT_BYTES = 4096
 _CONVERSION_LIMIT_BYTES = 4096
 _METRICS_LINE_LIMIT_BYTES = 65_536
+_MOST_DIGITS = 40
 _NAME_LIMIT_BYTES = 200
 _PROBE = ".write-test"
 _LOCK = ".lock"
@@ -201,7 +208,12 @@ def open_run(path: str | Path) -> Run:
         raise UserError(f"{folder}: no such run folder; `txl runs` lists those under {RUNS}/")
     if not is_folder(folder):
         raise UserError(f"{folder}: not a run but a file; name the run's folder")
-    if look_at(folder / "config.yaml") is None:
+    config = look_at(folder / "config.yaml")
+    if config is not None and describe_kind(config.st_mode) is not None:
+        raise UserError(
+            f"{folder}: not a run; its config.yaml is {describe_kind(config.st_mode)}, not a file"
+        )
+    if config is None:
         raise UserError(
             f"{folder}: not a run, it has no config.yaml; `txl train` makes one, `txl runs` lists them"
         )
@@ -242,11 +254,30 @@ def writing(run: Run) -> Iterator[str | None]:
         What to tell the user where the file system has no locks; None: nothing.
 
     Raises:
-        UserError: another process writes to it, which is named; or it cannot be written to.
+        UserError: another process writes to it, which is named; it cannot be written to; or a part of it that
+            is written to is a link.
     """
+    _refuse_links(run)
     with locked(run.folder / _LOCK, str(run.folder)) as has_lock:
         text = f"{run.folder}: its file system has no locks; see to it that nothing else trains it meanwhile"
         yield None if has_lock else text
+
+
+def _refuse_links(run: Run) -> None:
+    for path, is_kind in (
+        (run.data_folder, stat.S_ISDIR),
+        (run.checkpoints_folder, stat.S_ISDIR),
+        (run.metrics_path, stat.S_ISREG),
+        (run.folder / "stdin.txt", stat.S_ISREG),
+        *((run.checkpoint_path(step), stat.S_ISDIR) for step in list_checkpoints(run)),
+    ):
+        with suppress(FileNotFoundError):
+            if not is_kind(path.lstat().st_mode):
+                kind = "folder" if is_kind is stat.S_ISDIR else "file"
+                raise UserError(
+                    f"{path}: is a link or no {kind}, and a run is written only within its own folder; "
+                    "put the thing itself there, or link the whole run"
+                )
 
 
 def discard_run(run: Run) -> None:
@@ -525,7 +556,7 @@ def read_bits_per_byte(run: Run, step: int | None) -> float | None:
     The last step may have two scores: that of the slice, which chose the best, comes first.
     """
     # A summary does without: the file may be gone or cut by hand.
-    with suppress(OSError, UserError), run.metrics_path.open("rb") as file:
+    with suppress(OSError, UserError), open(open_regular(run.metrics_path), "rb") as file:  # noqa: PTH123
         while line := file.readline(_METRICS_LINE_LIMIT_BYTES):
             if b'"eval"' in line:
                 values = parse_json(line, run.metrics_path)
@@ -668,7 +699,7 @@ def parse_json(data: bytes | str, place: object) -> dict[str, Any]:
         UserError: it is not JSON, or no object; the message begins with `place`.
     """
     try:
-        values = json.loads(data, parse_constant=_refuse_constant)
+        values = json.loads(data, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_whole)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place}: damaged, not valid JSON; {json_fault(error)}") from error
     if not isinstance(values, dict):
@@ -685,6 +716,19 @@ def json_fault(error: ValueError | RecursionError) -> str:
     if "integer string conversion" in str(error):
         return "a whole number of more than 4,300 digits"
     return str(error).lower()
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:  # so that it can be made a float
+        raise ValueError(f"a whole number of more than {_MOST_DIGITS} digits")
+    return int(digits)
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{digits:.20} is too large a number")
+    return number
 
 
 def _refuse_constant(name: str) -> None:

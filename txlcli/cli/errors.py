@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 from txlcli import UserError
 from txlcli.files import describe_error
-from txlcli.report import Screen, escape_controls
+from txlcli.report import Screen, escape_line
 
 _FAILED, _UNUSABLE = 1, 2
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -88,7 +88,7 @@ def _prepare_streams() -> None:
 def _end(text: str, code: int) -> NoReturn:
     screen = Screen.of(sys.stderr)
     with suppress(OSError):
-        screen.write(f"{screen.style('error', 'red')}: {escape_controls(text)}")
+        screen.write(f"{screen.style('error', 'red')}: {escape_line(text)}")
     sys.exit(code)
 
 

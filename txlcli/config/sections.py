@@ -207,7 +207,7 @@ def unescape(text: str) -> str:
 class ModelConfig:
     """The Transformer-XL's sizes and rules (Dai et al. 2019)."""
 
-    n_layer: int = option(4, "layers (N)", min=1, is_planned=True, shapes_weights=True)
+    n_layer: int = option(4, "layers (N)", min=1, max=10_000, is_planned=True, shapes_weights=True)
     d_model: int = option(
         160, "width of the hidden states", min=2, max=10**6, is_planned=True, shapes_weights=True
     )

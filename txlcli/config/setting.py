@@ -340,11 +340,11 @@ def is_file_line(origin: str) -> bool:
     return re.search(r":[0-9]+$", origin) is not None
 
 
-def shown(value: object) -> str:
-    """A value on one line of bounded length, control characters escaped."""
+def shown(value: object, longest: int = 60) -> str:
+    """A value on one line of at most so many characters, control characters escaped."""
     text = str(value)
     text = text if text.isprintable() else ascii(text)[1:-1]
-    return text if len(text) <= 60 else text[:57] + "..."
+    return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
 def quoted(value: object) -> str:

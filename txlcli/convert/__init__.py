@@ -69,13 +69,6 @@ def convert(source: Path, out: Path | None = None, *, vocab: Path | None = None)
         UserError: it is not one that is known, damaged, or has something that this package has not; or the
             run's folder is in use. Nothing is left behind.
     """
-    try:
-        return _convert(source, out, vocab)
-    except UserError as error:
-        raise UserError(_on_one_line(str(error))) from error
-
-
-def _convert(source: Path, out: Path | None, vocab: Path | None) -> Converted:
     if out is not None:
         _refuse_in_use(out)
     found = open_source(source, vocab)

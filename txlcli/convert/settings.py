@@ -148,7 +148,7 @@ class Given:
         leaf = _LEAVES.get(ours)
         expected = "a number" if leaf is None else leaf.expected
         most = _LARGEST if leaf is None or leaf.max is None else leaf.max
-        if type(value) not in (int, float) or math.isnan(value) or value < -_LARGEST:
+        if type(value) not in (int, float) or value != value or value < -_LARGEST:
             raise self.wrong(f"`{key}` must be {expected}; got {show(value)}")
         if value > most:
             raise self.wrong(f"`{key}` is too large; got {show(value)}, at most {most:,}")

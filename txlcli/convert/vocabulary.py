@@ -14,7 +14,6 @@ them:
 Of anything else the weights can be used without text: there is no tokenizer, and a notice says why.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from typing import Any
 
 from txlcli import UserError
 from txlcli.convert.pickles import Foreign, read_pickled
-from txlcli.files import read_bounded
+from txlcli.files import load_json, read_bounded
 from txlcli.run import json_fault
 from txlcli.tokenizer import MAX_VOCAB, CorpusWordTokenizer, TableTokenizer, Tokenizer
 
@@ -63,7 +62,7 @@ def read_vocab(path: Path) -> object:
     """
     if path.suffix == ".json":
         try:
-            return json.loads(_read_bytes(path))
+            return load_json(_read_bytes(path), 4 * MAX_VOCAB)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}: not JSON; {json_fault(error)}; {_REMEDY}") from None
     if path.suffix == ".txt":

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import shutil
+import stat
 import types
 import typing
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from txlcli.sources import Progress, Survey
 from txlcli.tokenizer import Tokenizer, load_tokenizer
 
 COPIED_BYTES = 1 << 22
+MOST_BYTES = 1 << 60
 
 
 class StoredRun(NamedTuple):
@@ -92,7 +94,15 @@ def _parse_survey(values: Any) -> Survey:
     hints = typing.get_type_hints(Survey)
     if set(values) != set(hints):
         raise ValueError("a survey of another version")
-    return Survey(**{name: _checked(value, hints[name]) for name, value in values.items()})
+    found = Survey(**{name: _checked(value, hints[name]) for name, value in values.items()})
+    numbers = [value for value in vars(found).values() if type(value) is int] + [*found.alphabet.values()]
+    if not all(0 <= number <= MOST_BYTES for number in numbers) or found.n_bytes < max(
+        found.split_at, found.n_valid_bytes
+    ):
+        raise ValueError("counts that cannot be")
+    if not all(len(character) == 1 and not "\ud800" <= character < "\ue000" for character in found.alphabet):
+        raise ValueError("characters that are none")
+    return found
 
 
 def _checked(value: Any, hint: Any) -> Any:
@@ -134,7 +144,8 @@ def with_rules(stores: Sequence[StoredRun], rules: str) -> list[StoredRun]:
 def take_store(known: StoredRun, origin: Origin, run_dir: Path) -> Iterator[Progress | Taken]:
     """Give a run the store and the tokenizer of another; the last event is `Taken`.
 
-    They are hard links; where links cannot be, copies.
+    The store's files are hard links; where links cannot be, copies. The other run may be a stranger's: a link
+    in place of a file, which could lead to anything of the user's, is refused.
 
     Raises:
         UserError: the other's are damaged, or the disk is too small.
@@ -148,11 +159,10 @@ def take_store(known: StoredRun, origin: Origin, run_dir: Path) -> Iterator[Prog
             if known.info.splits[split].counts_dtype is not None:
                 open_counts(known.run_dir, split).close()
                 names += [name for name in (f"{split}.counts", f"{split}.left_out") if (data / name).exists()]
-    for path in sorted(known.run_dir.glob("tokenizer.*")):
-        is_linked &= yield from _take(path, run_dir / path.name)
-    tokenizer = load_tokenizer(run_dir)
+    tokenizer = load_tokenizer(known.run_dir)
     if tokenizer.fingerprint() != known.info.tokenizer:
         raise UserError(f"{data}: encoded with another tokenizer than the one beside it")
+    tokenizer.save(run_dir)
     info = _renamed(known.info, origin)
     with files.folder_whole(run_dir / "data") as folder:
         for name in names:
@@ -162,7 +172,13 @@ def take_store(known: StoredRun, origin: Origin, run_dir: Path) -> Iterator[Prog
 
 
 def _take(source: Path, target: Path) -> Generator[Progress, None, bool]:
-    """Link a file, or copy it; say which."""
+    """Link a file, or copy it; say which.
+
+    Raises:
+        UserError: it is a link to a file; or the disk is too small for a copy.
+    """
+    if not stat.S_ISREG(source.lstat().st_mode):
+        raise UserError(f"{source}: is a link, not a file")
     try:
         os.link(source, target)
     except OSError:

@@ -22,6 +22,9 @@ SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 
 LARGEST_STORE_JSON = 1 << 26
 
+_MOST_VALUES = 1 << 22
+_LATEST_NS = 1 << 63
+
 
 @dataclass(frozen=True, kw_only=True)
 class SplitInfo:
@@ -219,7 +222,7 @@ def read_store_info(run_dir: Path) -> StoreInfo:
     """
     path = run_dir / "data" / "store.json"
     try:
-        return _parse_store_info(json.loads(files.read_bounded(path, LARGEST_STORE_JSON)))
+        return _parse_store_info(files.load_json(files.read_bounded(path, LARGEST_STORE_JSON), _MOST_VALUES))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: damaged; {type(error).__name__}: {error}") from error
 
@@ -322,10 +325,12 @@ def _sources(data: Any) -> tuple[SourceInfo, ...]:
         SourceInfo(
             path=_text(one, "path"),
             n_bytes=_integer(one, "n_bytes"),
-            mtime_ns=int(one["mtime_ns"]),
+            mtime_ns=_integer(one, "mtime_ns", -_LATEST_NS, _LATEST_NS),
             # A store of before has neither.
             inode=_integer_or_none({"inode": None, **one}, "inode", 1 << 64),
-            ctime_ns=None if one.get("ctime_ns") is None else int(one["ctime_ns"]),
+            ctime_ns=None
+            if one.get("ctime_ns") is None
+            else _integer(one, "ctime_ns", -_LATEST_NS, _LATEST_NS),
         )
         for one in data
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
-from txlcli.report.text import escape_controls
+from txlcli.report.text import escape_controls, escape_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -84,11 +84,11 @@ class Screen:
 
     def noted(self, text: str) -> str:
         """Return the line that `note` writes."""
-        return f"{self.style('note', 'yellow')}: {escape_controls(text)}"
+        return f"{self.style('note', 'yellow')}: {escape_line(text)}"
 
     def aside(self, text: str) -> None:
         """Write a line that need not be read."""
-        self.write(self.style(escape_controls(text), "dim"))
+        self.write(self.style(escape_line(text), "dim"))
 
     def draw(self, renderable: "RenderableType") -> None:
         """Write a table or styled text."""

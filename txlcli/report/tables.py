@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from txlcli.report.screen import results_table
-from txlcli.report.text import escape_controls, number_text, size_text
+from txlcli.report.text import escape_controls, escape_line, number_text, size_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -120,7 +120,7 @@ def runs_table(summaries: Iterable["RunSummary"], width: int) -> "Table":
     """
     rows = list(summaries)
     columns = {
-        "run": [escape_controls(str(row.run.folder)) for row in rows],
+        "run": [escape_line(str(row.run.folder)) for row in rows],
         "model": [_model_text(row) for row in rows],
         "tokenizer": [f"{row.tokenizer} {row.n_vocab:,}" for row in rows],
         "step": [_step_text(row) for row in rows],

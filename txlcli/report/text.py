@@ -5,13 +5,24 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-# C0 but tab and line ends, delete, C1: what a terminal would obey instead of showing.
-_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
+# What a terminal would obey instead of showing: C0 but tab and line ends, delete, C1; and the embeddings,
+# overrides and isolates that turn around the text beside them, so that a line reads as it is not. The marks
+# of direction (U+200E, U+200F, U+061C) stay: ordinary Hebrew and Arabic has them; they move no other text.
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]|\r(?!\n)")
 
 
 def escape_controls(text: str) -> str:
-    """Write control codes as escapes, so that they are shown, not obeyed; tabs and line ends stay."""
-    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+    r"""Write control codes as escapes (`\x1b`, `\u202e`), so that they are shown; tabs and line ends stay."""
+    return _CONTROL.sub(lambda match: _escape(match[0]), text)
+
+
+def escape_line(text: str) -> str:
+    """Write control codes, tabs and line ends as escapes: for what must stay on its line, such as a path."""
+    return re.sub("[\t\n\r\u2028\u2029]", lambda match: _escape(match[0]), escape_controls(text))
+
+
+def _escape(character: str) -> str:
+    return ascii(character)[1:-1]
 
 
 def one_line(text: str | bytes) -> str:

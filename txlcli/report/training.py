@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from txlcli.report.screen import Screen, facts_table
 from txlcli.report.stages import Stages, close_bar, open_bar
-from txlcli.report.text import count_text, duration_text, escape_controls, number_text, one_line, size_text
+from txlcli.report.text import count_text, duration_text, escape_line, number_text, one_line, size_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -68,7 +68,7 @@ class Training:
             self._planned(event)
         elif isinstance(event, train.Ready):
             self._close_bars()
-            told = escape_controls(str(event.run.folder))
+            told = escape_line(str(event.run.folder))
             if event.step:
                 told += f" · goes on at step {event.step:,} of {event.config.train.steps:,}"
             self.screen.write(f"{self.screen.style('run', 'dim')}  {told}")
@@ -166,7 +166,7 @@ class Training:
         self.results.draw(
             facts_table(finished_facts(event, elapsed_s, self._scope, self._best_scope), style="bold")
         )
-        folder = shlex.quote(str(event.run.folder))
+        folder = escape_line(shlex.quote(str(event.run.folder)))
         mem_lens = ",".join(str(factor * event.mem_len) for factor in (0, 1, 2, 4))
         hints = [
             f"txl generate --run {folder} --prompt 'Once'",
@@ -198,7 +198,7 @@ def plan_facts(summary: "PlanSummary") -> list[tuple[str, str]]:
     compiled = " · compiled" if config.machine.compile else ""
     rate = f"lr {optim.lr:g} · {optim.schedule} · warm-up {optim.warmup:,} steps"
     facts = [
-        ("text", f"{' '.join(summary.corpus)} · {size_text(summary.n_bytes)}"),
+        ("text", f"{escape_line(' '.join(summary.corpus))} · {size_text(summary.n_bytes)}"),
         ("tokens", f"{summary.n_train_tokens:,} to learn from · {held_out}"),
         ("vocabulary", f"{summary.tokenizer} · {summary.n_vocab:,}{_text_rules(config.data)}"),
         *([("embeddings", embeddings)] if (embeddings := _embeddings_text(model)) else []),
@@ -342,7 +342,7 @@ def finished_facts(
         facts.append(("best", f"step {event.best_step:,} · {best} held out{of}"))
     if event.last_score is not None and event.last_score != event.best_score:
         facts.append(("last", f"step {event.step:,} · {score_text(event.last_score)} · {scope}"))
-    return [*facts, ("run", str(event.run.folder))]
+    return [*facts, ("run", escape_line(str(event.run.folder)))]
 
 
 def first_line_facts(event: "FirstLine") -> list[tuple[str, str]]:

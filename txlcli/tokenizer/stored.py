@@ -15,12 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from txlcli import UserError
-from txlcli.files import read_bounded, write_whole
+from txlcli.files import load_json, read_bounded, write_whole
 
 Ids: TypeAlias = npt.NDArray[np.signedinteger[Any]]
 
 MAX_VOCAB = 2**20
 MAX_FILE_BYTES = 2**28
+_OTHER_VALUES = 100
 
 
 def to_json(fields: Mapping[str, Any]) -> bytes:
@@ -36,7 +37,7 @@ def read_fields(path: Path) -> dict[str, Any]:
     """
     data = read_bounded(path, MAX_FILE_BYTES)
     try:
-        fields = json.loads(data)
+        fields = load_json(data, MAX_VOCAB + _OTHER_VALUES)
     # RecursionError: brackets nested a hundred thousand deep are valid JSON.
     except (ValueError, RecursionError):
         raise damaged(path, "expected JSON") from None

@@ -5,7 +5,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -190,7 +190,9 @@ def begin_again(
         name: replace(sourced, origin=origins.get(name, sourced.origin))
         for name, sourced in read_settings(run.config_path).items()
     }
-    names = ", ".join(_value(asked, "corpus"))
+    # Before any is read: whoever wrote the run may not be whoever goes on with it.
+    others = [_value(asked, name) for name in ("valid", "test", "init")]
+    names = ", ".join([*_value(asked, "corpus"), *filter(None, others)])
     yield Notice(f"{run.folder}: its text was not prepared to the end; it is prepared anew, from {names}")
     request = _Request.of(override(asked, changes), is_from_file, started, should_stop)
 
@@ -214,7 +216,8 @@ def _clear(run: Run) -> None:
     sweep_run(run)
     shutil.rmtree(run.data_folder, ignore_errors=True)
     for path in run.tokenizer_folder.glob("tokenizer.*"):
-        path.unlink()
+        with suppress(OSError):  # a folder that somebody has put there
+            path.unlink()
 
 
 def _stdin_copy(run: Run) -> Path:
@@ -542,7 +545,7 @@ def _survey(
     rules = hash_rules([reading_rules(corpus), fraction, bound])
     sha256 = origin.hashes.get("train")
     found = None if sha256 is None else find_survey(stores, sha256, rules, corpus.name)
-    if found is None:
+    if found is None or found.n_bytes != corpus.n_bytes:
         with ExitStack() as stack:
             # Raw bytes are not read for a survey; they are hashed when they are encoded.
             hashing = None

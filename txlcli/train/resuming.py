@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from txlcli import UserError
-from txlcli.checkpoint import load_values, newest_checkpoint
+from txlcli.checkpoint import check_size, load_values, newest_checkpoint
 from txlcli.config import (
     DEFAULT,
     LENGTHS,
@@ -27,7 +27,7 @@ from txlcli.files import describe_error, write_whole
 from txlcli.plan import MINUTES, Facts, Known, Measured, last_eval_is_whole, minutes_text, steps_within
 from txlcli.run import Run, read_asked, read_bits_per_byte, refuse_converted, sweep_run, writing
 from txlcli.tokenizer import load_tokenizer
-from txlcli.train.cost import Interrupted, measure
+from txlcli.train.cost import Interrupted, check_fits, measure
 from txlcli.train.events import Budget, Event, Finished, Notice, Progress, Ready
 from txlcli.train.optim import learning_rate
 from txlcli.train.preparing import begin_again, choose_attention, leave_out_failed_compile, without_length
@@ -89,7 +89,7 @@ def _make_ready(
         f"txl train CORPUS --init {run.folder}",
     )
     sweep_run(run)
-    saved = _read_saved(run)
+    newest, saved = _read_saved(run)
     info = read_store_info(run.folder)
     yield from _corpus_notices(info, should_stop)
 
@@ -101,6 +101,7 @@ def _make_ready(
         settings = settings | {"attention": Sourced(attention, "plan: runs best here")}
     if given == "minutes" or (given is None and old_steps is None):
         yield Progress("measuring steps", 0, 0, "steps", is_deaf=build(settings).machine.compile)
+    _refuse_too_large(newest, without_length(settings), info.n_vocab)
     try:
         settings, budget, measured = _settle_length(run, settings, info, saved.step, started, should_stop)
     except Interrupted:
@@ -156,13 +157,20 @@ def _make_ready(
     yield Ready(run, config, origins, budget, saved.step)
 
 
-def _read_saved(run: Run) -> Counters:
-    """Read how far the last whole checkpoint is; a run that was killed before its first has done nothing.
+def _read_saved(run: Run) -> tuple[Path | None, Counters]:
+    """Find the last whole checkpoint and read how far it is; without one nothing is done yet.
 
     Training itself says where a newer one is damaged.
     """
     path, _ = newest_checkpoint(run, with_state=True)
-    return Counters() if path is None else read_counters(load_values(path), path)
+    return path, Counters() if path is None else read_counters(load_values(path), path)
+
+
+def _refuse_too_large(newest: Path | None, config: Config, n_vocab: int) -> None:
+    """Refuse a model that the newest checkpoint cannot hold, or this machine, before it is built."""
+    if newest is not None:
+        check_size(newest, config.model, n_vocab)
+    check_fits(config, n_vocab, choose_device(config.machine.device), None)
 
 
 def _settle_length(

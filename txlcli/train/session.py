@@ -69,7 +69,7 @@ class Session:
         precision = choose_precision(config.machine.precision, device, training=True)
         tokenizer = load_tokenizer(run.tokenizer_folder)
         info = read_store_info(run.folder)
-        if info.tokenizer != tokenizer.fingerprint():
+        if info.tokenizer != tokenizer.fingerprint() or info.n_vocab != tokenizer.n_vocab:
             raise UserError(
                 f"{run.data_folder}: encoded with another tokenizer than "
                 f"{run.tokenizer_folder / 'tokenizer.json'}; put the run's own tokenizer back"
@@ -152,7 +152,9 @@ class Session:
             text = f"{self.run.metrics_path}: shorter than it was at step {counters.step}; left as it is"
             self.notices.append(Notice(text))
         now = self.environment()
-        changed = [f"{key} {then[key]} -> {now[key]}" for key in now if key in then and then[key] != now[key]]
+        changed = [
+            f"{key} {then[key]!s:.40} -> {now[key]}" for key in now if key in then and then[key] != now[key]
+        ]
         if changed:
             self.notices.append(
                 Notice(f"resuming elsewhere: {', '.join(changed)}; the rest will not repeat bit for bit")

@@ -37,6 +37,11 @@ from txlcli.train.compiled import Forward, Shape, compile_forward, quietly, reas
 from txlcli.train.machine import is_out_of_memory
 from txlcli.train.optim import build_optimizers, move, set_learning_rate
 
+_MOST = 1 << 53
+_MOMENTS = {"step", "exp_avg", "exp_avg_sq"}
+_KEYS = {"adam": _MOMENTS, "adamw": _MOMENTS, "sgd": {"momentum_buffer"}, "muon": {"momentum_buffer"}}
+"""What the state of each optimizer holds for a parameter; plain SGD holds nothing."""
+
 
 @dataclass
 class Counters:
@@ -260,7 +265,9 @@ class TrainState:
                 entries = found.pop((kind, names[parameter]), None)
                 if entries is None:
                     continue
-                if any(t.shape not in (parameter.shape, torch.Size()) for t in entries.values()):
+                if entries.keys() != _KEYS[kind]:
+                    raise ValueError(f"the optimizer's state of {names[parameter]} is incomplete")
+                if any(t.shape != (() if key == "step" else parameter.shape) for key, t in entries.items()):
                     raise ValueError(f"the optimizer's state of {names[parameter]} has another shape")
                 state[index] = entries
             optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
@@ -275,6 +282,8 @@ class TrainState:
         expected = (self.batches.n_stream, n_rows, self.model.d_model)
         if len(rows) != len(self.model.layers) or any(t.shape != expected for t in rows):
             raise ValueError("the memory has another shape than the model's")
+        if any(t.dtype != torch.float32 for t in rows):
+            raise ValueError("the memory must be float32")
         if n_rows > lengths.mem_len:
             raise ValueError(f"the memory has {n_rows} rows, more than mem_len {lengths.mem_len}")
         position = tensors.get("memory.position")
@@ -430,7 +439,10 @@ def read_counters(values: Mapping[str, Any], path: Path) -> Counters:
         raise UserError(f"{path}: state.json has no counters of this version; damaged, or of another txl")
     for name, value in counters.items():
         kind = kinds.get(name, type(getattr(fresh, name)))
-        if not (type(value) is kind or (value is None and name in kinds)):
+        is_sound = type(value) is kind or (value is None and name in kinds)
+        if type(value) is int:
+            is_sound &= 0 <= value <= _MOST
+        if not is_sound:
             raise UserError(
                 f"{path}: state.json: `{name}` must be {kind.__name__}, got {value!r:.40}; damaged"
             )
