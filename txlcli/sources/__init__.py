@@ -9,6 +9,7 @@ published results have it (`convert`). Where a corpus has documents, their ends 
 from txlcli.sources.chunk import Chunk, character_ends, code_points, complete_utf8, convert
 from txlcli.sources.corpus import (
     Corpus,
+    DocumentRule,
     Newlines,
     Progress,
     Source,
@@ -19,7 +20,7 @@ from txlcli.sources.corpus import (
     find_encoding,
     search_corpus,
 )
-from txlcli.sources.documents import Part
+from txlcli.sources.documents import NotJsonLines, Part
 from txlcli.sources.read import find_split, read_chunks, read_text
 from txlcli.sources.survey import (
     VALID_BYTES_MAX,
@@ -37,7 +38,9 @@ __all__ = [
     "VALID_FRACTION",
     "Chunk",
     "Corpus",
+    "DocumentRule",
     "Newlines",
+    "NotJsonLines",
     "Packing",
     "Part",
     "Progress",

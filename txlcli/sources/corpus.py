@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, ParamSpec, TypeAlias
+from typing import Literal, NamedTuple, ParamSpec, TypeAlias
 
 from txlcli import UserError, files
 from txlcli.sources.unpack import Damaged, Packing, find_packing, unpack
@@ -67,6 +67,14 @@ class Source:
     def place(self) -> str:
         """What messages call the text in which they name a byte: the file, or what it unpacks to."""
         return self.name if self.packing == "none" else f"{self.name} (unpacked)"
+
+
+class DocumentRule(NamedTuple):
+    """How documents are told apart, by at most one of three rules of a `Corpus`; by none: there are none."""
+
+    text_field: str | None = None
+    document_separator: str | None = None
+    document_per_file: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,9 +186,17 @@ def search_corpus(
 
     Raises:
         UserError: a path is missing, unreadable, empty or no file, there is no text behind it, or a packed
-            file is cut or damaged, in a folder too; or there is no such encoding.
+            file is cut or damaged, in a folder too; or there is no such encoding, or none of the separator.
     """
     codec = find_encoding(encoding)
+    if document_separator is not None:
+        try:
+            document_separator.encode(codec)
+        except UnicodeError:
+            raise UserError(
+                f"--document-separator: cannot be written in {codec}; got `{printable(document_separator)}`; "
+                "choose one that stands in the text"
+            ) from None
     if not paths:
         raise UserError("no text is named; give files, a folder, or `-` for stdin: txl train corpus.txt")
     rules = _Rules(

@@ -22,6 +22,10 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _JSON = json.JSONDecoder(parse_int=float)
 
 
+class NotJsonLines(UserError):
+    """A line that is not what JSON lines must be."""
+
+
 def mark_documents(
     corpus: Corpus,
     source: Source,
@@ -41,7 +45,7 @@ def mark_documents(
         first_line: Counts on which line the text begins.
 
     Raises:
-        UserError: a line is not what JSON lines must be; the message names file and line.
+        NotJsonLines: a line is not what JSON lines must be; the message names file and line.
     """
     if corpus.text_field is not None:
         yield from _from_json(source, chunks, corpus.text_field, corpus.errors, first_line)
@@ -203,7 +207,7 @@ def _from_json(
     begun: list[bytes] = []  # of the line that is not whole yet
 
     def refuse(fault: str) -> UserError:
-        return UserError(f"{source.place}: line {first_line() + n_lines:,} {fault}")
+        return NotJsonLines(f"{source.place}: line {first_line() + n_lines:,} {fault}")
 
     def parse(lines: Sequence[bytes]) -> Iterator[bytes]:
         nonlocal n_lines, n_replaced
