@@ -811,15 +811,26 @@ def test_patterns_choose_files_by_their_path_within_the_folder(tmp_path: Path) -
     assert find_corpus([str(tmp_path / "a.txt")], include=["*.md"]).n_bytes == 6
 
 
-def test_held_out_files_are_left_out_of_folders(tmp_path: Path) -> None:
+def test_held_out_files_are_not_learned_from(tmp_path: Path) -> None:
     first, second = write(tmp_path, b"first", "a.txt"), write(tmp_path, b"second", "b.txt")
     (tmp_path / "c.txt").symlink_to(second)
     held_out = find_corpus([second])
     corpus = find_corpus([str(tmp_path)], held_out=[held_out])
     assert [str(path) for path in corpus.files] == [first]
-    assert corpus.notices == (f"{second} (held out), {tmp_path}/c.txt (held out): skipped",)
-    both = find_corpus([first, second], held_out=[held_out])
-    assert both.notices == (f"{second}: is learned from and scored too, so that its scores are too good",)
+    assert corpus.notices == (f"{second}, {tmp_path}/c.txt: held out, so not learned from",)
+    # As a shell writes *.txt out.
+    named = find_corpus([first, second], held_out=[held_out])
+    assert named.files == corpus.files
+    assert named.skipped == ((Path(second), "held out"),)
+    assert named.notices == (f"{second}: held out, so not learned from",)
+    # Where there is nothing else it was meant.
+    alone = find_corpus([second], held_out=[held_out])
+    assert [str(path) for path in alone.files] == [second]
+    assert alone.notices == (f"{second}: is learned from and scored too, so that its scores are too good",)
+    Path(tmp_path / "folder").mkdir()
+    Path(tmp_path / "folder" / "d.txt").hardlink_to(second)
+    with pytest.raises(UserError, match=r"no text in this folder; skipped .*d\.txt \(held out\)$"):
+        find_corpus([str(tmp_path / "folder")], held_out=[held_out])
 
 
 def test_names_that_are_no_single_line_are_shown_on_one(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ _P = ParamSpec("_P")
 
 
 # Reasons to skip something that hardly anybody meant.
-_UNMEANT = ("hidden", "excluded", "not included", "held out", "a run", "a link to a folder", "is empty")
+_UNMEANT = ("hidden", "excluded", "not included", "a run", "a link to a folder", "is empty")
+_HELD_OUT = "held out"
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,9 @@ class DocumentRule(NamedTuple):
 class Corpus:
     """Files that are read as one text or, with `raw`, as bytes that need not be text.
 
-    `newlines` and `spaces` say how their text is read, as in `convert`. `skipped` lists what was met in
-    folders and is not read, with the reason, `overlapping` what was named though it is also held out.
+    `newlines` and `spaces` say how their text is read, as in `convert`. `skipped` lists what was met and is
+    not read, with the reason, `overlapping` what is read though it is also held out, since nothing else is
+    left.
 
     A corpus has documents by at most one of three rules. `text_field`: files are JSON lines, each line an
     object whose field of that name is a document's text; blank lines are none. `document_separator`: a
@@ -138,8 +140,9 @@ class Corpus:
         packed = [f"{source.name} ({source.packing})" for source in self.sources if source.packing != "none"]
         # What may have been meant comes first, since only some are named.
         unmeant = [one for one in self.skipped if one[1] in _UNMEANT]
-        skipped = [one for one in self.skipped if one[1] not in _UNMEANT] + unmeant
+        skipped = [one for one in self.skipped if one[1] not in (*_UNMEANT, _HELD_OUT)] + unmeant
         left = [f"{printable(str(path))} ({why})" for path, why in skipped]
+        held_out = [printable(str(path)) for path, why in self.skipped if why == _HELD_OUT]
         told = (
             (marked, "the leading byte-order mark is no text and is dropped"),
             (
@@ -147,6 +150,7 @@ class Corpus:
                 "read unpacked" + (", not byte for byte; --packed keep does" if self.reads_bytes else ""),
             ),
             (left, "skipped"),
+            (held_out, "held out, so not learned from"),
             (list(self.overlapping), "is learned from and scored too, so that its scores are too good"),
         )
         return tuple(f"{_list_some(names)}: {what}" for names, what in told if names)
@@ -182,7 +186,7 @@ def search_corpus(
 
     Packed files (gzip, xz, bz2, zstd) are told by their content, whatever their names, and are read unpacked,
     unless `packed` is `keep`; for their sizes they are unpacked once here. Files of the corpora `held_out`
-    are skipped in folders.
+    are skipped, in folders and where they were named, as `*.txt` names them, unless nothing else is named.
 
     Raises:
         UserError: a path is missing, unreadable, empty or no file, there is no text behind it, or a packed
@@ -210,7 +214,6 @@ def search_corpus(
     )
     found: list[Source] = []
     skipped: list[tuple[Path, str]] = []
-    overlapping: list[str] = []
     for name in paths:
         if name == "-":
             source = yield from _copy_stdin(stdin_copy, rules)
@@ -229,9 +232,14 @@ def search_corpus(
                 )
         else:
             source, _ = yield from _open_source(name, Path(name), rules)
-            if (source.device, source.inode) in rules.held_out:
-                overlapping.append(source.name)
             found.append(source)
+    held, left = (
+        [source for source in found if ((source.device, source.inode) in rules.held_out) is is_held]
+        for is_held in (True, False)
+    )
+    if left:
+        skipped.extend((source.path, _HELD_OUT) for source in held)
+        found, held = left, []
     yield Corpus(
         sources=tuple(found),
         encoding=codec,
@@ -244,7 +252,7 @@ def search_corpus(
         document_per_file=document_per_file,
         valid_every=valid_every,
         skipped=tuple(skipped),
-        overlapping=tuple(overlapping),
+        overlapping=tuple(source.name for source in held),
     )
 
 
@@ -458,7 +466,7 @@ def _search_folder(
             )
             continue
         if (source.device, source.inode) in rules.held_out:
-            skipped.append((path, "held out"))
+            skipped.append((path, _HELD_OUT))
         elif not rules.raw and rules.codec not in WIDE and b"\0" in head:
             skipped.append((path, "binary: it holds NUL bytes"))
         else:
