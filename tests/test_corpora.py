@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from txlcli import UserError
 from txlcli.cli import main
 from txlcli.config import load
 from txlcli.run import Run
+from txlcli.sources import unpack
 
 SIZES = "--d-model 16 --n-layer 1 --n-head 2 --tgt-len 8 --mem-len 8 --batch-size 2"
 TINY = f"{SIZES} --device cpu --precision fp32 --optimizer adamw --steps 2".split()
@@ -126,6 +128,21 @@ def test_packed_text_trains_as_the_same_text_does() -> None:
     train("packed.txt", "--tokenizer", "byte", "--packed", "keep", "--valid-fraction", 0, "--out", "kept")
     assert (Path("kept") / "data" / "train.ids").read_bytes() == Path("packed.txt").read_bytes()
     assert TEXT.encode().startswith((Path("unpacked") / "data" / "train.ids").read_bytes())
+
+
+def test_a_packed_text_of_some_megabytes_is_unpacked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("packed.txt").write_bytes(gzip.compress(TEXT.encode()))
+    n_unpacked, real = 0, unpack.unpack
+
+    def counted(*args: Any) -> Iterator[unpack.Piece]:
+        nonlocal n_unpacked
+        for piece in real(*args):
+            n_unpacked += len(piece.data)
+            yield piece
+
+    monkeypatch.setattr(unpack, "unpack", counted)
+    train("packed.txt", "--tokenizer", "sentencepiece", "--document-separator", r"\n", "--out", "r")
+    assert n_unpacked == len(TEXT)
 
 
 def test_settings_of_a_corpus_are_kept_with_the_run() -> None:

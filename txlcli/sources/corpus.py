@@ -9,12 +9,12 @@ import os
 import re
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, ParamSpec, TypeAlias
 
 from txlcli import UserError, files
-from txlcli.sources.unpack import Damaged, Packing, find_packing, unpack
+from txlcli.sources.unpack import Damaged, Packing, Unpackers, find_packing
 
 CHUNK_BYTES = 1 << 20
 # A file is taken for binary if a NUL byte stands in its first bytes, as git does.
@@ -50,6 +50,7 @@ class Source:
     order settled, and `n_mark` the bytes of a leading byte-order mark, which are no part of the text.
     `n_bytes` counts what is read: of a packed file (`packing`) what it unpacks to. All positions are bytes of
     that. `stored_bytes`, `mtime_ns`, `ctime_ns`, `device` and `inode` are the file's own on the disk.
+    `unpackers` keeps packed files open from one read to the next, those of all sources of a corpus.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Source:
     ctime_ns: int
     device: int
     inode: int
+    unpackers: Unpackers = field(default_factory=Unpackers, compare=False, repr=False)
 
     @property
     def place(self) -> str:
@@ -211,6 +213,7 @@ def search_corpus(
         include=_compile(include),
         exclude=_compile(exclude),
         held_out=frozenset((source.device, source.inode) for one in held_out for source in one.sources),
+        unpackers=Unpackers(),
     )
     found: list[Source] = []
     skipped: list[tuple[Path, str]] = []
@@ -281,6 +284,7 @@ class _Rules:
     include: re.Pattern[str] | None
     exclude: re.Pattern[str] | None
     held_out: frozenset[tuple[int, int]]
+    unpackers: Unpackers
 
 
 def _compile(patterns: Sequence[str]) -> re.Pattern[str] | None:
@@ -389,10 +393,10 @@ def _open_source(name: str, path: Path, rules: _Rules) -> Generator[Progress, No
         try:
             head, n_bytes = files.read_at(fd, SNIFF_BYTES, 0), status.st_size
             packing: Packing = find_packing(head) if rules.packed == "unpack" else "none"
-            if packing != "none":
-                head, n_bytes = yield from _unpack_once(fd, packing, printable(name), status.st_size)
         finally:
             os.close(fd)
+        if packing != "none":
+            head, n_bytes = yield from _unpack_once(path, packing, printable(name), rules.unpackers)
     except OSError as error:
         raise UserError(f"{printable(name)}: cannot be read; {files.describe_error(error)}") from error
     except ValueError as error:  # a NUL byte in the name
@@ -415,23 +419,23 @@ def _open_source(name: str, path: Path, rules: _Rules) -> Generator[Progress, No
         ctime_ns=status.st_ctime_ns,
         device=status.st_dev,
         inode=status.st_ino,
+        unpackers=rules.unpackers,
     )
     return source, head
 
 
 def _unpack_once(
-    fd: int, packing: Packing, name: str, stored_bytes: int
+    path: Path, packing: Packing, name: str, unpackers: Unpackers
 ) -> Generator[Progress, None, tuple[bytes, int]]:
     """Return the first bytes of a packed file and how many there are, having checked all of them."""
-    head, n_bytes, told = b"", 0, 0
-    for piece in unpack(fd, packing, name):
-        if len(head) < SNIFF_BYTES:
-            head += piece.data[: SNIFF_BYTES - len(head)]
-        n_bytes += len(piece.data)
-        if n_bytes - told >= CHUNK_BYTES:
-            told = n_bytes
+    unpacker, stored_bytes, told = unpackers.take(path, packing, name, 0), path.stat().st_size, 0
+    head = unpacker.read(0, SNIFF_BYTES)
+    while (piece := unpacker.advance(unpacker.place)) is not None:
+        if unpacker.place - told >= CHUNK_BYTES:
+            told = unpacker.place
             yield Progress(f"unpacking {name}", piece.place, stored_bytes)
-    return head, n_bytes
+    unpackers.give(unpacker)
+    return head, unpacker.place
 
 
 def _settle_codec(head: bytes, codec: str) -> tuple[str, int]:

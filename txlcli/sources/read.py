@@ -21,7 +21,6 @@ from txlcli.sources.chunk import (
 )
 from txlcli.sources.corpus import CHUNK_BYTES, WIDE, Corpus, Source, Spaces, became_shorter
 from txlcli.sources.documents import Part, mark_documents, select, settle
-from txlcli.sources.unpack import unpack
 
 PACKED = {
     b"\x1f\x8b": "a gzip file",
@@ -41,7 +40,8 @@ def read_text(corpus: Corpus, start: int, stop: int, *, part: Part = "all") -> I
 
     Both ends MUST stand at characters, as 0, `n_bytes` and `find_split` do. Raw bytes come as they are. The
     corpus' `newlines` and `spaces` are applied, also to raw bytes; separators of documents are left out.
-    A packed file is unpacked from its start up to `stop` whatever `start` is.
+    A packed file is unpacked from its start, unless another read has ended shortly before `start` or shortly
+    after it.
 
     Raises:
         UserError: a file cannot be read, has become shorter, is damaged, is no text in its encoding under
@@ -262,50 +262,45 @@ def _starts(corpus: Corpus, source: Source, lo: int) -> Iterator[int]:
 def _read_blocks(
     source: Source, lo: int, hi: int, watch: Callable[[bytes], object] | None = None
 ) -> Iterator[bytes]:
+    read = _stored_blocks if source.packing == "none" else _unpacked_blocks
     try:
-        fd = files.open_regular(source.path)
-    except UserError as error:
-        raise UserError(str(error).replace(str(source.path), source.name, 1)) from error
-    try:
-        read = _stored_blocks if source.packing == "none" else _unpacked_blocks
-        for block in read(fd, source, lo, hi):
+        for block in read(source, lo, hi):
             if watch is not None:
                 watch(block)
             yield block
     except OSError as error:
         raise UserError(f"{source.name}: cannot be read; {files.describe_error(error)}") from error
+
+
+def _stored_blocks(source: Source, lo: int, hi: int) -> Iterator[bytes]:
+    try:
+        fd = files.open_regular(source.path)
+    except UserError as error:
+        raise UserError(str(error).replace(str(source.path), source.name, 1)) from error
+    try:
+        while lo < hi:
+            block = files.read_at(fd, min(CHUNK_BYTES, hi - lo), lo)
+            if not block:
+                raise became_shorter(source, os.fstat(fd).st_size)
+            lo += len(block)
+            yield block
     finally:
         os.close(fd)
 
 
-def _stored_blocks(fd: int, source: Source, lo: int, hi: int) -> Iterator[bytes]:
-    while lo < hi:
-        block = files.read_at(fd, min(CHUNK_BYTES, hi - lo), lo)
-        if not block:
-            raise became_shorter(source, os.fstat(fd).st_size)
-        lo += len(block)
-        yield block
-
-
-def _unpacked_blocks(fd: int, source: Source, lo: int, hi: int) -> Iterator[bytes]:
-    place, parts, n_waiting = 0, [], 0
-    for piece in unpack(fd, source.packing, source.name):
-        if place >= hi:
-            break
-        data = piece.data[max(lo - place, 0) : hi - place]
-        place += len(piece.data)
-        parts.append(data)
-        n_waiting += len(data)
-        if n_waiting >= CHUNK_BYTES:
-            joined = b"".join(parts)
-            n_whole = len(joined) // CHUNK_BYTES * CHUNK_BYTES
-            for start in range(0, n_whole, CHUNK_BYTES):
-                yield joined[start : start + CHUNK_BYTES]
-            parts, n_waiting = [joined[n_whole:]], len(joined) - n_whole
-    if n_waiting:
-        yield b"".join(parts)
-    if place < hi:
-        raise became_shorter(source, os.fstat(fd).st_size)
+def _unpacked_blocks(source: Source, lo: int, hi: int) -> Iterator[bytes]:
+    unpacker = source.unpackers.take(source.path, source.packing, source.name, lo)
+    try:
+        while lo < hi:
+            block = unpacker.read(lo, min(lo + CHUNK_BYTES, hi))
+            if not block:
+                raise became_shorter(source, source.path.stat().st_size)
+            lo += len(block)
+            yield block
+    except GeneratorExit:
+        source.unpackers.give(unpacker)
+        raise
+    source.unpackers.give(unpacker)
 
 
 def _read_raw(
