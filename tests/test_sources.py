@@ -1,6 +1,8 @@
 """Text comes out of any file as UTF-8, exactly, in chunks, with its origin; the rest is refused by name."""
 
 import bz2
+import codecs
+import encodings.aliases
 import gzip
 import io
 import json
@@ -56,6 +58,13 @@ SAMPLE = {
     "cp1252": "aé€ \r\n\0",
     "iso2022_jp": "a紅日 \n",
     "utf-7": "aé紅🐙+- \n",
+}
+
+
+KNOWN_CODECS = {
+    codecs.lookup(name).name
+    for name in set(encodings.aliases.aliases.values()) - {"mbcs", "oem"}
+    if not name.endswith("_codec") and name != "rot_13"
 }
 
 
@@ -390,7 +399,8 @@ def test_newlines_are_left_out_and_every_byte_keeps_its_place(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(read, "CHUNK_BYTES", chunk)
         as_it_is = list(read_chunks(plain, 0, plain.n_bytes, sized=True))
-        chunks = list(read_chunks(corpus, 0, corpus.n_bytes))
+        chunks = list(read_chunks(corpus, 0, corpus.n_bytes, sized=True))
+        unsized = list(read_chunks(corpus, 0, corpus.n_bytes))
         joined = read_all(corpus)
     before, text = read_all(plain), b"".join(one.text for one in chunks)
     assert text == joined == before.replace(b"\n", b"").replace(b" ", b"_")
@@ -405,6 +415,8 @@ def test_newlines_are_left_out_and_every_byte_keeps_its_place(
         one.sizes.sum() for one in chunks if one.sizes is not None
     ]
     assert sum(one.read_bytes for one in chunks) == (kept[-1] if kept else 0)
+    for total in ("source_bytes", "read_bytes"):
+        assert sum(getattr(one, total) for one in unsized) == sum(getattr(one, total) for one in chunks)
 
 
 def test_of_a_windows_line_end_the_carriage_return_stays(tmp_path: Path) -> None:
@@ -472,6 +484,47 @@ def test_a_split_stands_at_a_character_and_is_the_same_for_raw_bytes(
     assert "".join(halves) == text * 2
     if encoding == "utf-8" and split < corpus.n_bytes - 1:
         assert not any((text * 2).encode()[wanted:split].decode(errors="ignore"))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    data=st.lists(
+        st.sampled_from(
+            [
+                b"a",
+                b"\n",
+                b" ",
+                b"\x30",
+                b"\x81\x30",
+                b"\x81",
+                b"\xd8",
+                b"\xdc",
+                b"\xe7\xb4\x85",
+                b"\x8f",
+                b"\xa4",
+            ]
+        ),
+        min_size=1,
+        max_size=30,
+    ),
+    encoding=st.sampled_from(sorted(filter(read._STATELESS.match, KNOWN_CODECS))),
+    anchor=st.sampled_from([2, 7, 1 << 16]),
+    wanted=st.integers(0, 60),
+)
+def test_where_an_encoding_has_no_state_the_end_is_read_without_the_beginning(
+    tmp_path_factory: pytest.TempPathFactory, data: list[bytes], encoding: str, anchor: int, wanted: int
+) -> None:
+    joined = b"".join(data)
+    name = write(tmp_path_factory.getbasetemp(), joined, "any.txt")
+    corpus = find_corpus([name], encoding=encoding, errors="replace")
+    assume(corpus.sources[0].codec != "utf-8" and not corpus.sources[0].n_mark)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(read, "_ANCHOR_BYTES", anchor)
+        split = find_split(corpus, wanted)
+        patch.setattr(read, "_certain_start", lambda *_: 0)
+        assert find_split(corpus, wanted) == split
+    halves = [b"".join(read_text(corpus, *ends)).decode() for ends in ((0, split), (split, len(joined)))]
+    assert "".join(halves) == joined.decode(corpus.sources[0].codec, "replace")
 
 
 @settings(max_examples=50, deadline=None)
@@ -898,8 +951,12 @@ for _encoding in ("utf-8", "utf-16", "utf-16-be", "gb18030", "utf-7"):
     SEPARATORS[_encoding] += ["紅", "é紅🐙", "🐙🐙"]
 
 
-def documents_of(chunks: Iterable[Chunk]) -> tuple[list[bytes], list[int], bytes]:
-    """The documents of some chunks, the sizes of what ended them, and what no end follows."""
+def documents_of(chunks: Iterable[Chunk], codec: str | None = None) -> tuple[list[bytes], list[int], bytes]:
+    """The documents of some chunks, the sizes of what ended them, and what no end follows.
+
+    Where sizes were not asked for, the bytes counted are compared with those of the text in `codec`; None: as
+    it is.
+    """
     found, end_sizes, rest = [], [], b""
     for one in chunks:
         assert one.text
@@ -915,7 +972,8 @@ def documents_of(chunks: Iterable[Chunk]) -> tuple[list[bytes], list[int], bytes
             start, rest = end, b""
         end_sizes += one.end_sizes.tolist()
         rest += one.text[start:]
-        text_bytes = len(one.text) if one.sizes is None else int(one.sizes.sum())
+        text = one.text if codec is None else one.text.decode().encode(codec)
+        text_bytes = len(text) if one.sizes is None else int(one.sizes.sum())
         assert one.source_bytes == text_bytes + int(one.end_sizes.sum())
     return found, end_sizes, rest
 
@@ -939,7 +997,7 @@ def test_documents_end_where_separators_stand_in_any_pieces(
     corpus = find_corpus(names, encoding=encoding, document_separator=separator)
     with pieces_of(chunk):
         chunks = list(read_chunks(corpus, 0, corpus.n_bytes, sized=sized))
-    found, end_sizes, rest = documents_of(chunks)
+    found, end_sizes, rest = documents_of(chunks, corpus.sources[0].codec)
     parts = [text.split(separator) for text in texts]
     assert found == [part.encode() for some in parts for part in some if part]
     assert rest == b""
@@ -1003,7 +1061,9 @@ def test_each_file_is_a_document(
     names = [write(folder, text.encode(encoding), f"file{i}.txt") for i, text in enumerate(texts)]
     corpus = find_corpus(names, encoding=encoding, raw=raw, document_per_file=True)
     with pieces_of(chunk):
-        found, end_sizes, rest = documents_of(read_chunks(corpus, 0, corpus.n_bytes))
+        found, end_sizes, rest = documents_of(
+            read_chunks(corpus, 0, corpus.n_bytes), None if raw else corpus.sources[0].codec
+        )
     assert found == [text.encode(encoding if raw else "utf-8") for text in texts]
     assert (end_sizes, rest) == ([0] * len(texts), b"")
 
@@ -1200,8 +1260,8 @@ def test_a_split_of_documents_stands_between_two_where_one_is_near(
         split = find_split(corpus, wanted)
         assert find_split(raw, wanted) == split
         halves = [list(read_chunks(corpus, *ends)) for ends in ((0, split), (split, corpus.n_bytes))]
-        whole = documents_of(read_chunks(corpus, 0, corpus.n_bytes))[0]
-    (first, _, rest), (second, _, _) = (documents_of(half) for half in halves)
+        whole = documents_of(read_chunks(corpus, 0, corpus.n_bytes), corpus.sources[0].codec)[0]
+    (first, _, rest), (second, _, _) = (documents_of(half, corpus.sources[0].codec) for half in halves)
     if [*first, *second] != whole:
         # A document is cut, or two separators overlap, or one is cut.
         letters = b"".join([*first, rest, *second]).decode().translate(dict.fromkeys(map(ord, separator)))

@@ -52,7 +52,9 @@ def mark_documents(
     elif corpus.document_separator is not None:
         codec = source.codec if corpus.raw else "utf-8"
         separator = corpus.document_separator.encode(codec)
-        yield from _at_separators(chunks, separator, begin, character_unit(codec), is_end)
+        unit = character_unit(codec)
+        unsized_bytes = 1 if corpus.raw else character_unit(source.codec)
+        yield from _at_separators(chunks, separator, begin, unit, is_end, unsized_bytes)
     else:
         for chunk in chunks:
             yield chunk._replace(document_ends=_NO_OFFSETS, end_sizes=_NO_OFFSETS)
@@ -142,9 +144,12 @@ def select(chunks: Iterable[Chunk], every: int, part: Part) -> Iterator[Chunk]:
 
 
 def _at_separators(
-    chunks: Iterable[Chunk], separator: bytes, place: int, unit: int, is_end: bool
+    chunks: Iterable[Chunk], separator: bytes, place: int, unit: int, is_end: bool, unsized_bytes: int
 ) -> Iterator[Chunk]:
-    """Take separators out of the text and mark where they stood; their first bytes may end a chunk."""
+    """Take separators out of the text and mark where they stood; their first bytes may end a chunk.
+
+    Where sizes are not asked for, a byte of the separator took `unsized_bytes` in the file.
+    """
     rest = Chunk(b"", None, 0, 0)
     for chunk in chunks:
         data = join_chunks([rest, chunk]) if rest.text else chunk
@@ -155,8 +160,12 @@ def _at_separators(
         text = parts[0] if len(parts) == 1 else b"".join(parts)
         ends = np.cumsum(np.fromiter(map(len, parts), dtype=np.int64, count=len(parts)))[:-1]
         if data.sizes is None:
-            sizes, end_sizes, held = None, np.full(len(ends), len(separator), dtype=np.int64), None
-            n_held_bytes = n_held
+            sizes, end_sizes, held = (
+                None,
+                np.full(len(ends), unsized_bytes * len(separator), dtype=np.int64),
+                None,
+            )
+            n_held_bytes = unsized_bytes * n_held
         else:
             starts = ends + len(separator) * np.arange(len(ends))
             taken = (starts[:, None] + np.arange(len(separator))).ravel()

@@ -3,6 +3,7 @@
 import codecs
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -19,8 +20,8 @@ from txlcli.sources.chunk import (
     convert,
     join_chunks,
 )
-from txlcli.sources.corpus import CHUNK_BYTES, WIDE, Corpus, Source, Spaces, became_shorter
-from txlcli.sources.documents import Part, mark_documents, select, settle
+from txlcli.sources.corpus import CHUNK_BYTES, WIDE, Corpus, Source, became_shorter
+from txlcli.sources.documents import Part, character_unit, mark_documents, select, settle
 
 PACKED = {
     b"\x1f\x8b": "a gzip file",
@@ -31,8 +32,13 @@ PACKED = {
     b"%PDF": "a PDF",
 }
 REPLACEMENT = "\ufffd"
-# Encodings whose characters do not stand for themselves: a change of state is written between them.
-_WITH_STATE = ("iso2022", "utf-7", "hz")
+# Encodings in which each character is written as it would be alone. A newline is one unit in them, and in
+# those of several bytes a character has none below 0x30 after its first.
+_STATELESS = re.compile(
+    r"utf-(8|16|32)|ascii|latin|iso8859|cp\d|koi8|mac|kz1048|ptcp154|tis|hp-roman|gb|big5|shift_jis|euc_|johab"
+)
+# How far back such a byte is looked for.
+_ANCHOR_BYTES = 1 << 16
 
 
 def read_text(corpus: Corpus, start: int, stop: int, *, part: Part = "all") -> Iterator[bytes]:
@@ -82,8 +88,6 @@ def read_documents(
     watch: Callable[[bytes], object] | None = None,
 ) -> Iterator[Chunk]:
     """Yield text with its documents, but not by the corpus' `newlines` and `spaces` yet."""
-    # What a newline or a separator took in the file is known by its size only.
-    sized = sized or corpus.newlines == "drop"
     if not corpus.has_documents:
         return _read_files(corpus, start, stop, sized, watch)
     return settle(_gather(_read_files(corpus, start, stop, sized, watch)))
@@ -92,7 +96,7 @@ def read_documents(
 def by_conventions(corpus: Corpus, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
     """Apply the corpus' `newlines` and `spaces`, and put small chunks together."""
     if corpus.newlines == "drop":
-        chunks = _without_newlines(chunks, corpus.spaces)
+        chunks = _without_newlines(chunks, corpus)
     elif corpus.spaces != "keep":
         chunks = (chunk._replace(text=convert(chunk.text, "keep", corpus.spaces)) for chunk in chunks)
     # Documents may have lost all their text.
@@ -109,15 +113,24 @@ def _read_files(
         if lo < hi:
             is_utf8 = source.codec == "utf-8"
             read = _read_raw if corpus.reads_bytes else _read_utf8 if is_utf8 else _read_encoded
-            # Where bytes of text are not those of the file, only sizes tell what a separator took.
             is_changed = not corpus.reads_bytes and not (is_utf8 and corpus.errors == "strict")
-            is_sized = sized or (is_changed and corpus.has_documents)
+            is_sized = sized or (is_changed and _needs_sizes(corpus, source))
             chunks = read(source, lo, hi, corpus.errors, is_sized, watch)
             if corpus.has_documents:
                 chunks = mark_documents(
                     corpus, source, chunks, lo, hi == source.n_bytes, functools.partial(_line_of, source, lo)
                 )
             yield from chunks
+
+
+def _needs_sizes(corpus: Corpus, source: Source) -> bool:
+    """Say whether only sizes tell what parts of the text took in a file that is no UTF-8."""
+    if not _STATELESS.match(source.codec):
+        return corpus.has_documents or corpus.newlines == "drop"
+    if corpus.valid_every is not None:
+        return True
+    separator = corpus.document_separator
+    return corpus.text_field is not None or (separator is not None and not separator.isascii())
 
 
 def _gather(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
@@ -137,26 +150,49 @@ def _gather(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
         yield join_chunks(waiting)
 
 
-def _without_newlines(chunks: Iterable[Chunk], spaces: Spaces) -> Iterator[Chunk]:
+def _without_newlines(chunks: Iterable[Chunk], corpus: Corpus) -> Iterator[Chunk]:
+    """Leave newlines out; where sizes are not asked for, what they took counts as skipped."""
+    is_utf8 = corpus.reads_bytes or corpus.text_field is not None
+    newline_bytes = 1 if is_utf8 else character_unit(corpus.encoding)
     n_waiting = 0  # left out since the last byte of text
     for chunk in chunks:
-        assert chunk.sizes is not None
-        newlines = np.flatnonzero(np.frombuffer(chunk.text, dtype=np.uint8) == ord("\n"))
-        n_kept = len(chunk.text) - len(newlines)
-        left_out = np.zeros(n_kept + 1, dtype=np.int64)
+        ends, end_sizes = chunk.document_ends, chunk.end_sizes
+        text = convert(chunk.text, "drop", corpus.spaces)
+        if chunk.sizes is None:
+            n_bytes = newline_bytes * (len(chunk.text) - len(text))
+            n_waiting += n_bytes
+            if text or ends is not None:
+                n_last = (
+                    newline_bytes * (len(chunk.text) - len(chunk.text.rstrip(b"\n"))) if text else n_waiting
+                )
+                if ends is not None and len(ends):
+                    ends = ends - np.searchsorted(_newlines(chunk.text), ends)
+                yield chunk._replace(
+                    text=text,
+                    source_bytes=chunk.source_bytes - n_bytes,
+                    document_ends=ends,
+                    skipped_bytes=chunk.skipped_bytes + n_waiting - n_last,
+                )
+                n_waiting = n_last
+            continue
+        newlines = _newlines(chunk.text)
+        left_out = np.zeros(len(text) + 1, dtype=np.int64)
         np.add.at(left_out, newlines - np.arange(len(newlines)), chunk.sizes[newlines])
         left_out[0] += n_waiting
         n_waiting = int(left_out[-1])
-        ends, end_sizes = chunk.document_ends, chunk.end_sizes
-        if n_kept or ends is not None:
+        if text or ends is not None:
             sizes = np.delete(chunk.sizes, newlines)
             yield chunk._replace(
-                text=convert(chunk.text, "drop", spaces),
+                text=text,
                 sizes=sizes,
                 source_bytes=int(sizes.sum()) + (0 if end_sizes is None else int(end_sizes.sum())),
                 left_out=left_out[:-1],
                 document_ends=None if ends is None else ends - np.searchsorted(newlines, ends),
             )
+
+
+def _newlines(text: bytes) -> npt.NDArray[np.intp]:
+    return np.flatnonzero(np.frombuffer(text, dtype=np.uint8) == ord("\n"))
 
 
 def find_split(corpus: Corpus, wanted: int) -> int:
@@ -354,25 +390,30 @@ def _check_utf8(source: Source, place: int, data: bytes, errors: str, sized: boo
 def _read_encoded(
     source: Source, lo: int, hi: int, errors: str, sized: bool, watch: Callable[[bytes], object] | None
 ) -> Iterator[Chunk]:
-    """Decode from the file's start, since an encoding may carry state; yield from `lo` on."""
+    """Decode, from the file's start where an encoding carries state, and yield from `lo` on."""
     decoder = codecs.getincrementaldecoder(source.codec)(errors)
     place = source.n_mark
     if lo < place:
         for block in _read_blocks(source, lo, min(place, hi), watch):
             lo += len(block)
+    if _STATELESS.match(source.codec):
+        place = max(lo, place)
     for block in _read_blocks(source, place, lo):
         _decode(decoder, block, source, place, final=False)
         place += len(block)
-    taken = 0
+    is_stateless = _STATELESS.match(source.codec) is not None
+    taken = n_read = 0  # bytes since the last character; since the last chunk
     lengths = np.zeros(sys.maxunicode + 1, dtype=np.uint8)
     for block in _read_blocks(source, place, hi, watch):
         state = decoder.getstate()
         final = place + len(block) == source.n_bytes
-        text = _decode(decoder, block, source, place, final=final)
+        text, in_utf8 = _decode(decoder, block, source, place, final=final)
         place += len(block)
-        n_replaced, source_bytes, spread = 0, len(block), None
+        n_read += len(block)
+        after = decoder.getstate()
+        n_waiting = len(after[0]) if is_stateless else 0
+        n_replaced, source_bytes, spread = 0, n_read - n_waiting, None
         if sized or (errors == "replace" and REPLACEMENT in text):
-            after = decoder.getstate()
             # After bytes that were wrong more may be taken than wait in the decoder.
             is_regular = taken == len(state[0])
             known = _look_up(source.codec, text, state, after, block, lengths) if is_regular else None
@@ -386,9 +427,12 @@ def _read_encoded(
                 points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
                 n_replaced = int(sizes[points == ord(REPLACEMENT)].sum())
             if sized:
-                spread, source_bytes = _spread(text.encode(), sizes), int(sizes.sum())
+                spread, source_bytes = _spread(in_utf8, sizes), int(sizes.sum())
+        else:
+            taken = len(after[0])
         if text:
-            yield Chunk(text.encode(), spread, source_bytes, n_replaced)
+            yield Chunk(in_utf8, spread, source_bytes, n_replaced)
+            n_read = n_waiting
 
 
 class _Measured(NamedTuple):
@@ -411,7 +455,7 @@ def _look_up(
 
     `before` and `after` are the decoder's states around the block; `lengths` keeps what is known.
     """
-    if codec.startswith(_WITH_STATE):
+    if not _STATELESS.match(codec):
         return None
     data = before[0] + block
     data = data[: len(data) - len(after[0])]
@@ -456,17 +500,17 @@ def _spread(text: bytes, sizes: Sizes) -> Sizes:
 
 def _decode(
     decoder: codecs.IncrementalDecoder, block: bytes, source: Source, place: int, *, final: bool
-) -> str:
+) -> tuple[str, bytes]:
+    """Return a block's text, also in UTF-8."""
     try:
         text = decoder.decode(block, final)
-        text.encode()
+        return text, text.encode()
     except UnicodeDecodeError as error:
         # What the decoder still held stands before the block in the bytes that it complains of.
         start = place + len(block) - len(error.object) + error.start
         raise _not_text(source, start, error.object[error.start : error.end]) from None
     except UnicodeError as error:
         raise UserError(f"{source.place}: not {source.codec} after byte {place}; {error}") from error
-    return text
 
 
 def _align_utf8(source: Source, place: int) -> int:
@@ -481,7 +525,7 @@ def _align_encoded(source: Source, place: int) -> int:
     # Replacing, so that raw bytes and text of the same file are split at the same place.
     decoder = codecs.getincrementaldecoder(source.codec)("replace")
     try:
-        for block in _read_blocks(source, 0, place):
+        for block in _read_blocks(source, _certain_start(source, place), place):
             decoder.decode(block)
         for block in _read_blocks(source, place, source.n_bytes):
             for index in range(len(block)):
@@ -492,6 +536,20 @@ def _align_encoded(source: Source, place: int) -> int:
     except UnicodeError:
         return place
     return place
+
+
+def _certain_start(source: Source, place: int) -> int:
+    """Return a byte at or before `place` from which on a file decodes as it does from its start."""
+    if not _STATELESS.match(source.codec):
+        return 0
+    unit = character_unit(source.codec)
+    if unit > 1:
+        # Some units suffice: of those before a character has two at most.
+        return max(place // unit - 64, 0) * unit
+    begin = max(place - _ANCHOR_BYTES, 0)
+    window = np.frombuffer(b"".join(_read_blocks(source, begin, place)), dtype=np.uint8)
+    anchors = np.flatnonzero(window < 0x30)
+    return begin + int(anchors[-1]) + 1 if len(anchors) else 0
 
 
 def _not_text(source: Source, place: int, bad: bytes) -> UserError:
