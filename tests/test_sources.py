@@ -33,9 +33,9 @@ from txlcli.sources import (
     complete_utf8,
     convert,
     documents,
-    find_byte,
     find_corpus,
     find_encoding,
+    find_place,
     find_split,
     guess_script,
     held_out_start,
@@ -808,7 +808,7 @@ def test_the_place_in_a_packed_file_is_one_of_what_it_holds(tmp_path: Path) -> N
     with pytest.raises(UserError) as caught:
         run_survey(find_corpus([name]))
     assert str(caught.value) == f"{name} (unpacked): not utf-8 at byte 2502, line 501; got 0xff; {REMEDY}"
-    assert find_byte(find_corpus([name]), 5, 7) == (f"{name} (unpacked)", 12)
+    assert find_place(find_corpus([name]), 5, 500, 7) == (f"{name} (unpacked)", "byte 12")
 
 
 def test_unpacking_tells_how_far_it_is(tmp_path: Path) -> None:
@@ -1318,6 +1318,86 @@ def test_overlapping_separators_split_as_they_are_read(tmp_path: Path) -> None:
     corpus = find_corpus([write(tmp_path, b"a\n\n\nbcd")], document_separator="\n\n")
     assert find_split(corpus, 4) == 3
     assert documents_of(read_chunks(corpus, 3, 7))[0] == [b"\nbcd"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    data=st.data(),
+    encoding=st.sampled_from(["utf-8", "utf-16", "gb18030"]),
+    chunk=st.integers(1, 9),
+    rule=st.sampled_from(["none", "separator", "per_file", "json"]),
+    raw=st.booleans(),
+    newlines=st.sampled_from(["keep", "drop"]),
+    every=st.sampled_from([None, 2]),
+)
+def test_the_place_of_each_byte_of_a_text_is_known(
+    tmp_path_factory: pytest.TempPathFactory,
+    data: st.DataObject,
+    encoding: str,
+    chunk: int,
+    rule: str,
+    raw: bool,
+    newlines: Any,
+    every: int | None,
+) -> None:
+    raw = raw and rule != "json"
+    some = st.lists(st.text(st.sampled_from("aé紅\n"), max_size=4), min_size=1, max_size=6)
+    texts = [data.draw(some) for _ in range(2)]
+    rules: dict[str, dict[str, Any]] = {
+        "none": {},
+        "separator": {"document_separator": "|"},
+        "per_file": {"document_per_file": True},
+        "json": {"text_field": "t"},
+    }
+    # Each document of a file, where it begins in it, and the bytes of its characters there.
+    written = []
+    for one in texts:
+        joined = (
+            "".join(json.dumps({"t": text}) + "\n\n" for text in one) if rule == "json" else "|".join(one)
+        )
+        written.append(joined or "a")
+    folder = tmp_path_factory.getbasetemp()
+    names = [write(folder, text.encode(encoding), f"{i}.txt") for i, text in enumerate(written)]
+    corpus = find_corpus(
+        names,
+        encoding=encoding,
+        raw=raw,
+        newlines=newlines,
+        valid_every=every if rule != "none" else None,
+        **rules[rule],
+    )
+    part: Any = data.draw(st.sampled_from(["train", "valid"])) if corpus.valid_every else "all"
+    with pieces_of(chunk):
+        text = b"".join(read_text(corpus, 0, corpus.n_bytes, part=part))
+        for offset in range(len(text)):
+            if text[offset] & 0xC0 == 0x80:
+                continue
+            name, where = find_place(corpus, 0, corpus.n_bytes, offset, part=part)
+            kind, number = where.split()
+            content = Path(name).read_bytes()
+            if kind == "byte":
+                assert rule != "json"
+                codec = corpus.sources[0].codec
+                found = content[int(number) :] if raw else content[int(number) :].decode(codec).encode()
+                assert found[:1] == text[offset : offset + 1]
+                assert found[:1] != b"\n" or newlines == "keep"
+            else:
+                line = json.loads(content.decode(encoding).split("\n")[int(number) - 1])["t"].encode()
+                assert text[offset : offset + 1] in line
+        places = [find_place(corpus, 0, corpus.n_bytes, offset, part=part) for offset in range(len(text))]
+    order = [(names.index(name), int(where.split()[1])) for name, where in places]
+    assert order == sorted(order)
+
+
+def test_the_place_in_json_lines_is_a_line(tmp_path: Path) -> None:
+    lines = [json.dumps({"t": text}) for text in ("ab", "", "cé\n", "d")]
+    name = write(tmp_path, "\n".join([lines[0], "", *lines[1:]]).encode())
+    corpus = find_corpus([name, name], text_field="t")
+    expected = ["line 1"] * 2 + ["line 4"] * 4 + ["line 5"]
+    found = [find_place(corpus, 0, corpus.n_bytes, offset) for offset in range(14)]
+    assert found == [(name, where) for where in expected * 2]
+    split = len(lines[0]) + 1
+    assert find_place(corpus, split, corpus.n_bytes, 0) == (name, "line 4")
 
 
 def test_a_separator_that_is_nowhere_is_said(tmp_path: Path) -> None:

@@ -15,13 +15,12 @@ from txlcli.sources.corpus import (
     Source,
     Spaces,
     check_unchanged,
-    find_byte,
     find_corpus,
     find_encoding,
     search_corpus,
 )
 from txlcli.sources.documents import NotJsonLines, Part
-from txlcli.sources.read import find_split, read_chunks, read_text
+from txlcli.sources.read import find_place, find_split, read_chunks, read_text
 from txlcli.sources.survey import (
     VALID_BYTES_MAX,
     VALID_FRACTION,
@@ -52,9 +51,9 @@ __all__ = [
     "code_points",
     "complete_utf8",
     "convert",
-    "find_byte",
     "find_corpus",
     "find_encoding",
+    "find_place",
     "find_split",
     "guess_script",
     "held_out_start",

@@ -317,21 +317,6 @@ def find_encoding(name: str) -> str:
     return "utf-8" if codec == "utf-8-sig" else codec
 
 
-def find_byte(corpus: Corpus, start: int, n_bytes: int) -> tuple[str, int]:
-    """Name the file, and its byte, that comes `n_bytes` of text after the corpus' byte `start`.
-
-    Separators count among these bytes, and all else that is left out but the leading mark.
-    """
-    base = 0
-    for source in corpus.sources:
-        begin = max(start - base, source.n_mark)
-        if begin + n_bytes < source.n_bytes:
-            return source.place, begin + n_bytes
-        n_bytes -= max(source.n_bytes - begin, 0)
-        base += source.n_bytes
-    raise AssertionError("beyond the corpus")
-
-
 def check_unchanged(corpus: Corpus) -> tuple[str, ...]:
     """Look whether files changed since they were found; one that grew is a notice, since its end is not read.
 

@@ -204,6 +204,27 @@ def _n_begun(text: bytes, separator: bytes) -> int:
     return next((n for n in range(longest, 0, -1) if text.endswith(separator[:n])), 0)
 
 
+def json_texts(
+    source: Source,
+    chunks: Iterable[Chunk],
+    field: str,
+    errors: Literal["strict", "replace"],
+    first_line: int,
+) -> Iterator[tuple[int, bytes]]:
+    """Yield the number of each line of JSON lines and the text of its field; blank lines have none."""
+    number, begun = first_line, b""
+
+    def refuse(fault: str) -> UserError:
+        return NotJsonLines(f"{source.place}: line {number:,} {fault}")
+
+    for chunk in (*chunks, Chunk(b"\n", None, 0, 0)):
+        *lines, begun = (begun + chunk.text).split(b"\n")
+        for line in lines:
+            if line and not line.isspace():
+                yield number, _text_of(line, field, errors, refuse)[0]
+            number += 1
+
+
 def _from_json(
     source: Source,
     chunks: Iterable[Chunk],

@@ -21,7 +21,7 @@ from txlcli.sources.chunk import (
     join_chunks,
 )
 from txlcli.sources.corpus import CHUNK_BYTES, WIDE, Corpus, Source, became_shorter
-from txlcli.sources.documents import Part, character_unit, mark_documents, select, settle
+from txlcli.sources.documents import Part, character_unit, json_texts, mark_documents, select, settle
 
 PACKED = {
     b"\x1f\x8b": "a gzip file",
@@ -103,24 +103,85 @@ def by_conventions(corpus: Corpus, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
     yield from _gather(settle(chunks) if corpus.has_documents else chunks)
 
 
+def find_place(corpus: Corpus, start: int, stop: int, offset: int, *, part: Part = "all") -> tuple[str, str]:
+    """Name the file, and the place in it, of byte `offset` of the text that `read_text` gives.
+
+    The place is a byte of the file, `byte 12`; in JSON lines, whose text has escapes, it is a line, `line 3`.
+
+    Raises:
+        UserError: as `read_text`.
+    """
+    unit = "byte" if corpus.text_field is None else "line"
+    n_documents, is_open = 0, False  # those ended so far; there is text since
+    for source, text, places, is_end in _segments(corpus, start, stop):
+        is_held_out = corpus.valid_every is not None and (n_documents + 1) % corpus.valid_every == 0
+        if part == "all" or is_held_out == (part == "valid"):
+            kept = np.delete(places, _newlines(text)) if corpus.newlines == "drop" else places
+            if offset < len(kept):
+                return source.place, f"{unit} {kept[offset]}"
+            offset -= len(kept)
+        is_open = is_open or len(text) > 0
+        if is_end and is_open:
+            n_documents, is_open = n_documents + 1, False
+    raise AssertionError("beyond the text")
+
+
+def _segments(
+    corpus: Corpus, start: int, stop: int
+) -> Iterator[tuple[Source, bytes, npt.NDArray[np.int64], bool]]:
+    """Yield text with its file, the place of each byte of it, and whether a document ends with it."""
+    for source, lo, hi in _ranges(corpus, start, stop):
+        chunks = _read_file(corpus, source, lo, hi, True, None)
+        if corpus.text_field is not None:
+            first_line = _line_of(source, lo)
+            for line, text in json_texts(source, chunks, corpus.text_field, corpus.errors, first_line):
+                yield source, text, np.full(len(text), line), True
+            continue
+        place = max(lo, source.n_mark)
+        if corpus.has_documents:
+            chunks = mark_documents(corpus, source, chunks, lo, hi == source.n_bytes, lambda: 1)
+        for chunk in chunks:
+            sizes = np.zeros(0, dtype=np.int64) if chunk.sizes is None else chunk.sizes.astype(np.int64)
+            ends = [] if chunk.document_ends is None else chunk.document_ends.tolist()
+            end_sizes = [] if chunk.end_sizes is None else chunk.end_sizes.tolist()
+            begin = 0
+            for end, end_size in [*zip(ends, end_sizes, strict=True), (len(chunk.text), None)]:
+                some = sizes[begin:end]
+                yield source, chunk.text[begin:end], place + np.cumsum(some) - some, end_size is not None
+                place += int(some.sum()) + (end_size or 0)
+                begin = end
+
+
 def _read_files(
     corpus: Corpus, start: int, stop: int, sized: bool, watch: Callable[[bytes], object] | None
 ) -> Iterator[Chunk]:
+    for source, lo, hi in _ranges(corpus, start, stop):
+        chunks = _read_file(corpus, source, lo, hi, sized, watch)
+        if corpus.has_documents:
+            chunks = mark_documents(
+                corpus, source, chunks, lo, hi == source.n_bytes, functools.partial(_line_of, source, lo)
+            )
+        yield from chunks
+
+
+def _ranges(corpus: Corpus, start: int, stop: int) -> Iterator[tuple[Source, int, int]]:
+    """Yield the files between two bytes of the corpus, each with the bytes of its own."""
     base = 0
     for source in corpus.sources:
         lo, hi = max(start - base, 0), min(stop - base, source.n_bytes)
         base += source.n_bytes
         if lo < hi:
-            is_utf8 = source.codec == "utf-8"
-            read = _read_raw if corpus.reads_bytes else _read_utf8 if is_utf8 else _read_encoded
-            is_changed = not corpus.reads_bytes and not (is_utf8 and corpus.errors == "strict")
-            is_sized = sized or (is_changed and _needs_sizes(corpus, source))
-            chunks = read(source, lo, hi, corpus.errors, is_sized, watch)
-            if corpus.has_documents:
-                chunks = mark_documents(
-                    corpus, source, chunks, lo, hi == source.n_bytes, functools.partial(_line_of, source, lo)
-                )
-            yield from chunks
+            yield source, lo, hi
+
+
+def _read_file(
+    corpus: Corpus, source: Source, lo: int, hi: int, sized: bool, watch: Callable[[bytes], object] | None
+) -> Iterator[Chunk]:
+    is_utf8 = source.codec == "utf-8"
+    read = _read_raw if corpus.reads_bytes else _read_utf8 if is_utf8 else _read_encoded
+    is_changed = not corpus.reads_bytes and not (is_utf8 and corpus.errors == "strict")
+    is_sized = sized or (is_changed and _needs_sizes(corpus, source))
+    return read(source, lo, hi, corpus.errors, is_sized, watch)
 
 
 def _needs_sizes(corpus: Corpus, source: Source) -> bool:
