@@ -100,7 +100,7 @@ def test_paths_that_are_no_text_are_refused_by_name(tmp_path: Path) -> None:
         ("none.txt", "cannot be read; no such file or directory"),
         ("none.txt/", "cannot be read; no such file or directory"),
         ("loop", "cannot be read; too many levels of symbolic links"),
-        ("pipe", "is a named pipe, not a file; send its text to stdin: ... | txl train -"),
+        ("pipe", "is a named pipe, not a file; give - and send its text to standard input"),
         ("empty.txt", "is empty; give a file with some text"),
         ("folder", "no text in this folder; it is empty"),
         ("binary", f"no text in this folder; skipped {tmp_path}/binary/x.bin (binary: it holds NUL bytes)"),
@@ -108,7 +108,7 @@ def test_paths_that_are_no_text_are_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(UserError) as caught:
             find_corpus([f"{tmp_path}/{name}"])
         assert str(caught.value) == f"{tmp_path}/{name}: {text}"
-    with pytest.raises(UserError, match=r"^/dev/zero: is a device, not a file; send its text"):
+    with pytest.raises(UserError, match=r"^/dev/zero: is a device, not a file; give - and send its text"):
         find_corpus(["/dev/zero"])
     with pytest.raises(UserError, match=r"^'a\\x00b': cannot be read; a name cannot hold a NUL byte$"):
         find_corpus(["a\0b"])

@@ -351,9 +351,11 @@ def _check_space(parts: list[Part], tokenizer: Tokenizer, folder: Path, itemsize
                 needed += int(n_bytes * GAP_BYTES_PER_BYTE)
     free = shutil.disk_usage(folder).free
     if needed > free:
+        # A text that is only scored goes to the folder of temporary files.
+        place = "with --out" if parts[0].split == "train" else "by the environment variable TMPDIR"
         raise UserError(
             f"{folder}: the disk is too full for the ids; needs about {needed / 1e6:,.1f} MB, "
-            f"{free / 1e6:,.1f} MB are free; choose another place with --out"
+            f"{free / 1e6:,.1f} MB are free; choose another place {place}"
         )
 
 

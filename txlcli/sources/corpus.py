@@ -372,7 +372,7 @@ def _open_source(name: str, path: Path, rules: _Rules) -> Generator[Progress, No
         kind = files.describe_kind(status.st_mode)
         if kind is not None:
             raise UserError(
-                f"{printable(name)}: is {kind}, not a file; send its text to stdin: ... | txl train -"
+                f"{printable(name)}: is {kind}, not a file; give - and send its text to standard input"
             )
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         try:
