@@ -251,7 +251,8 @@ def lined() -> Path:
     """Train a run on JSON lines, whose memory ends with documents."""
     Path("lines.jsonl").write_text("".join(json.dumps({"body": one}) + "\n" for one in DOCUMENTS * 10))
     rules = ("--text-field", "body", "--reset-memory-at-documents", "--tokenizer", "char")
-    train("lines.jsonl", *rules, "--out", "lined")
+    _, stderr = train("lines.jsonl", *rules, "--out", "lined")
+    assert "documents   30 · JSON lines, field body · memory ends with each\nheld out " in stderr
     return Path("lined")
 
 
@@ -326,7 +327,7 @@ def test_what_stands_before_a_document_does_not_change_its_score(lined: Path) ->
     assert {row[3] for row in nats("gaps.txt")} == {""}
     assert evaluate("gaps.txt", "--run", lined, "--document-separator", "|", "--per-token", "b.tsv")[
         "notices"
-    ] == ["byte offsets are left out: text between documents is not scored"]
+    ] == ["byte offsets are left out: not all that stands between the tokens is counted"]
 
 
 def test_a_file_that_is_no_json_lines_is_refused_with_the_way_out(lined: Path) -> None:

@@ -268,7 +268,7 @@ class _Text:
 
     @property
     def has_offsets(self) -> bool:
-        """Whether each token's place in the files is known: nothing between documents is left out."""
+        """Whether each token's place in the files is known: with documents only if every byte is counted."""
         has_documents = self.documents != type(self.documents)()
         return not has_documents or self.info.n_bytes == self.file_bytes
 
@@ -735,7 +735,7 @@ def _notices(
         trained = lm.model.lengths
         notices.append(f"* longer than in training: mem_len {trained.mem_len}, tgt_len {trained.tgt_len}")
     if has_offsets and not text.has_offsets:
-        notices.append("byte offsets are left out: text between documents is not scored")
+        notices.append("byte offsets are left out: not all that stands between the tokens is counted")
     elif request.is_raw and has_offsets:
         notices.append("byte offsets beside characters that Moses' rules replaced are a guess")
     if not lm.tokenizer.is_lossless and text.info.n_unknown:
