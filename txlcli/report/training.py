@@ -198,7 +198,7 @@ def plan_facts(summary: "PlanSummary") -> list[tuple[str, str]]:
     compiled = " · compiled" if config.machine.compile else ""
     rate = f"lr {optim.lr:g} · {optim.schedule} · warm-up {optim.warmup:,} steps"
     facts = [
-        ("text", f"{' '.join(summary.corpus)} · {size_text(summary.found.corpus.n_bytes)}"),
+        ("text", f"{' '.join(summary.corpus)} · {size_text(summary.n_bytes)}"),
         *_documents_facts(summary.found, is_reset=model.reset_memory_at_documents),
         *([("held out", _held_out_text(summary.found))] if summary.n_valid_tokens else []),
         ("tokens", f"{summary.n_train_tokens:,} to learn from · {held_out}"),

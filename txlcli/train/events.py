@@ -98,6 +98,11 @@ class PlanSummary:
     settings: Settings
 
     @property
+    def n_bytes(self) -> int:
+        """Bytes of the corpus, held-out part included."""
+        return self.found.corpus.n_bytes
+
+    @property
     def steps(self) -> int:
         """Length in optimizer steps."""
         assert self.config.train.steps is not None
