@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -374,3 +375,16 @@ def test_from_python_files_have_documents_and_texts_have_none(lined: Path) -> No
     assert lm.score(Path("some.txt"), documents=DocumentRule()).tokens == n_characters + 1
     with pytest.raises(UserError, match=r"^some.txt: line 1 is not JSON at column 1; .*--no-documents$"):
         lm.score(Path("some.txt"))
+
+
+def test_a_text_to_score_that_the_disk_cannot_hold_is_refused(
+    lined: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10))
+    result = CliRunner().invoke(main, ["eval", "lines.jsonl", "--run", str(lined), "--quiet"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert re.fullmatch(
+        r"error: \S+: the disk is too full for the ids; needs about 0\.0 MB, 0\.0 MB are free; "
+        r"choose another place by the environment variable TMPDIR\n",
+        result.stderr,
+    )
