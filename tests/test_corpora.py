@@ -3,15 +3,20 @@
 import gzip
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from txlcli import UserError
 from txlcli.cli import main
 from txlcli.config import load
 from txlcli.data import read_store_info
 from txlcli.run import Run
+from txlcli.sources import unpack
 from txlcli.tokenizer import load_tokenizer
 
 SIZES = "--d-model 16 --n-layer 1 --n-head 2 --tgt-len 8 --mem-len 8 --batch-size 2"
@@ -80,7 +85,7 @@ def test_a_dry_run_shows_sources_documents_and_what_is_held_out(books: Path) -> 
         "books/notes.md · not included",
         "books/picture.png · binary: it holds NUL bytes",
     ]
-    assert facts["documents"] == ["3 · one per file"]
+    assert facts["documents"] == ["3 · one per file · memory goes on through them"]
     n_bytes = 3 * len(TEXT)
     split = n_bytes - n_bytes // 20
     assert facts["held out"] == [
@@ -88,16 +93,17 @@ def test_a_dry_run_shows_sources_documents_and_what_is_held_out(books: Path) -> 
     ]
 
     facts = shown(books, "--document-separator", r"\n", "--valid-every", 10, "--exclude", "notes.md")
-    assert facts["documents"] == [r"240 · separated by \n"]
+    assert facts["documents"] == [r"240 · separated by \n · memory goes on through them"]
     held_out = 4 * sum(len(line) + 1 for line in TEXT.splitlines()[9::10])
     assert facts["held out"] == [f"the last of every 10 documents · {held_out / 1000:.1f} kB · 24 documents"]
 
     facts = shown(books, "--valid", books / "b.txt", "--test", books / "a.txt")
     assert facts["held out"] == [f"books/b.txt · {size}"]
+    assert facts["valid"] == [f"books/b.txt · {size} · utf-8"]
     assert facts["test"] == [f"books/a.txt · {size} · utf-8"]
     assert facts["skipped"][:2] == ["books/a.txt · held out", "books/b.txt · held out"]
     assert "documents" not in facts
-    assert shown(books, "--valid-fraction", 0)["held out"] == ["nothing"]
+    assert "held out" not in shown(books, "--valid-fraction", 0)
 
 
 def test_a_dry_run_lists_some_of_many_files() -> None:
@@ -125,6 +131,21 @@ def test_packed_text_trains_as_the_same_text_does() -> None:
     train("packed.txt", "--tokenizer", "byte", "--packed", "keep", "--valid-fraction", 0, "--out", "kept")
     assert (Path("kept") / "data" / "train.ids").read_bytes() == Path("packed.txt").read_bytes()
     assert TEXT.encode().startswith((Path("unpacked") / "data" / "train.ids").read_bytes())
+
+
+def test_a_packed_text_of_some_megabytes_is_unpacked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("packed.txt").write_bytes(gzip.compress(TEXT.encode()))
+    n_unpacked, real = 0, unpack.unpack
+
+    def counted(*args: Any) -> Iterator[unpack.Piece]:
+        nonlocal n_unpacked
+        for piece in real(*args):
+            n_unpacked += len(piece.data)
+            yield piece
+
+    monkeypatch.setattr(unpack, "unpack", counted)
+    train("packed.txt", "--tokenizer", "sentencepiece", "--document-separator", r"\n", "--out", "r")
+    assert n_unpacked == len(TEXT)
 
 
 def test_settings_of_a_corpus_are_kept_with_the_run() -> None:
@@ -252,3 +273,152 @@ def test_the_first_line_shown_is_that_of_the_first_document_learned_from() -> No
     Path("text.txt").write_text("one|two|three|four|" + "and so on|" * 200)
     rules = ("--tokenizer", "char", "--document-separator", "|", "--valid-every", "2")
     assert shown("text.txt", *rules)["first line"] == ["one"]
+
+
+# A run that was trained on documents scores files as such.
+
+
+DOCUMENTS = [f"the {name} fox\njumps over {number} dogs" for number, name in enumerate(["é", "red", "blue"])]
+
+
+@pytest.fixture
+def lined() -> Path:
+    """Train a run on JSON lines, whose memory ends with documents."""
+    Path("lines.jsonl").write_text("".join(json.dumps({"body": one}) + "\n" for one in DOCUMENTS * 10))
+    rules = ("--text-field", "body", "--reset-memory-at-documents", "--tokenizer", "char")
+    _, stderr = train("lines.jsonl", *rules, "--out", "lined")
+    assert "documents   30 · JSON lines, field body · memory ends with each\nheld out " in stderr
+    return Path("lined")
+
+
+def evaluate(*args: object, stdin: bytes | None = None) -> dict[str, Any]:
+    """Score in this process and return what --json prints."""
+    result = CliRunner().invoke(main, ["eval", *map(str, args), "--json"], input=stdin)
+    assert result.exit_code == 0, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_a_file_is_scored_with_documents_as_its_run_learned_them(lined: Path) -> None:
+    Path("some.jsonl").write_text("".join(json.dumps({"body": one}) + "\n\n" for one in DOCUMENTS))
+    Path("packed").write_bytes(gzip.compress(Path("some.jsonl").read_bytes()))
+    Path("some.txt").write_text("<|end|>".join(DOCUMENTS))
+    Path("folder").mkdir()
+    for number, one in enumerate(DOCUMENTS):
+        (Path("folder") / f"{number}.txt").write_text(one, encoding="utf-16")
+    found = [
+        evaluate("some.jsonl", "--run", lined),
+        evaluate("packed", "--run", lined),
+        evaluate("-", "--run", lined, stdin=Path("packed").read_bytes()),
+        evaluate("some.txt", "--run", lined, "--document-separator", "<|end|>"),
+        evaluate("folder", "--run", lined, "--document-per-file", "--encoding", "utf-16"),
+    ]
+    n_characters = sum(map(len, DOCUMENTS))
+    assert {one["rows"][0]["total_nll"] for one in found} == {found[0]["rows"][0]["total_nll"]}
+    assert {one["rows"][0]["tokens"] for one in found} == {n_characters + len(DOCUMENTS) - 1}
+    # The first character is not scored; of each separator but the last, which the file's end is, seven bytes.
+    n_bytes = len("".join(DOCUMENTS).encode()) - 1
+    in_utf_16 = 2 * (n_characters - 1)
+    assert [one["rows"][0]["bytes_scored"] for one in found] == [*[n_bytes] * 3, n_bytes + 2 * 7, in_utf_16]
+    characters = [*[n_characters - 1] * 3, n_characters - 1 + 2 * 7, n_characters - 1]
+    assert [one["rows"][0]["chars_scored"] for one in found] == characters
+    assert found[0]["bytes"] == n_bytes + 1
+    assert {one["protocol"]["n_documents"] for one in found} == {3}
+    assert {one["protocol"]["reset_memory_at_documents"] for one in found} == {True}
+    assert [one["protocol"]["documents"].split(" · ")[1] for one in found[2:]] == [
+        "JSON lines, field body; what else stands in them is not counted",
+        "separated by <|end|>, whose bytes count with a document's end",
+        "one per file",
+    ]
+    plain = evaluate("some.txt", "--run", lined, "--no-documents")
+    assert plain["protocol"]["documents"] == "none, the whole is one text"
+    assert plain["protocol"]["n_documents"] == 0
+    assert plain["rows"][0]["tokens"] == n_characters + 2 * 7 - 1
+    table = CliRunner().invoke(main, ["eval", "some.jsonl", "--run", str(lined)]).stdout
+    assert "documents  3 · JSON lines, field body; " in table
+    assert evaluate("--run", lined)["protocol"]["n_documents"] >= 1
+
+
+def test_what_stands_before_a_document_does_not_change_its_score(lined: Path) -> None:
+    def nats(name: str, *args: object) -> list[tuple[str, ...]]:
+        options = ("--document-separator", "|", "--per-token", "a.tsv", "--tgt-len", 4, "--mem-len", 50)
+        evaluate(name, "--run", lined, *options, *args)
+        lines = [tuple(line.split("\t")) for line in Path("a.tsv").read_text().splitlines()[1:]]
+        return [(token, text, f"{float(nats):.5f}", place) for token, text, nats, place in lines]
+
+    Path("one.txt").write_text("|".join(DOCUMENTS))
+    Path("other.txt").write_text("|".join([DOCUMENTS[2][: len(DOCUMENTS[0])], *DOCUMENTS[1:]]))
+    length = len(DOCUMENTS[0])
+    one, other = nats("one.txt", "--batch-size", 1), nats("other.txt", "--batch-size", 1)
+    # Only the first character of a document is predicted from the end of the one before.
+    assert [row[2] for row in one[length + 1 :]] == [row[2] for row in other[length + 1 :]]
+    assert one[length][2] != other[length][2]
+    # `one` has a character of two bytes; an end's place is that of the separator.
+    assert one[length - 1][1::2] == ("", str(length + 1))
+    assert one[length][1::2] == ("t", str(length + 2))
+    several = evaluate("one.txt", "--run", lined, "--document-separator", "|", "--mem-len", "0,5,50")["rows"]
+    assert len({row["nll"] for row in several}) == 3
+    Path("gaps.txt").write_text("||".join(DOCUMENTS))
+    assert {row[3] for row in nats("gaps.txt")} == {""}
+    assert evaluate("gaps.txt", "--run", lined, "--document-separator", "|", "--per-token", "b.tsv")[
+        "notices"
+    ] == ["byte offsets are left out: not all that stands between the tokens is counted"]
+
+
+def test_a_file_that_is_no_json_lines_is_refused_with_the_way_out(lined: Path) -> None:
+    def refusal_of(*args: object) -> str:
+        result = CliRunner().invoke(main, ["eval", *map(str, args)])
+        assert (result.exit_code, result.stdout) == (2, "")
+        return result.stderr.splitlines()[-1].removeprefix("error: ")
+
+    Path("text.txt").write_text(TEXT)
+    assert refusal_of("text.txt", "--run", lined) == (
+        "text.txt: line 1 is not JSON at column 1; got `the quick brown fox `; expecting value; it is read "
+        "as JSON lines because the text of lined was; for plain text give --no-documents"
+    )
+    assert refusal_of("text.txt", "--run", lined, "--text-field", "a").endswith("; expecting value")
+    assert refusal_of("text.txt", "--run", lined, "--text-field", "a", "--no-documents") == (
+        "--text-field: cannot go with --no-documents; give one of them"
+    )
+    for flag in ("--no-documents", "--document-per-file"):
+        assert refusal_of("--run", lined, flag) == (
+            f"{flag}: goes with FILE only; held-out text is stored as tokens"
+        )
+    train("text.txt", "--tokenizer", "byte", "--out", "plain")
+    assert refusal_of("text.txt", "--run", "plain", "--document-separator", "a") == (
+        "--document-separator: plain was not trained on documents, so that its vocabulary has no end of one; "
+        "leave it out"
+    )
+    assert refusal_of(
+        "text.txt", "--run", lined, "--document-separator", "紅", "--encoding", "latin-1"
+    ).startswith("--document-separator: cannot be written in iso8859-1; got `紅`; ")
+
+
+def test_from_python_files_have_documents_and_texts_have_none(lined: Path) -> None:
+    from txlcli.api import load as load_run
+    from txlcli.sources import DocumentRule
+
+    lm = load_run(lined, device="cpu")
+    assert lm.document_rule == DocumentRule(text_field="body")
+    Path("some.txt").write_text("|".join(DOCUMENTS))
+    n_characters = sum(map(len, DOCUMENTS))
+    rule = DocumentRule(document_separator="|")
+    scores = [lm.score(one, documents=rule) for one in ("|".join(DOCUMENTS), Path("some.txt"))]
+    assert {one.tokens for one in scores} == {n_characters + 2}
+    assert lm.score("|".join(DOCUMENTS)).tokens == n_characters + 1
+    assert lm.score(Path("some.txt"), documents=DocumentRule()).tokens == n_characters + 1
+    with pytest.raises(UserError, match=r"^some.txt: line 1 is not JSON at column 1; .*--no-documents$"):
+        lm.score(Path("some.txt"))
+
+
+def test_a_text_to_score_that_the_disk_cannot_hold_is_refused(
+    lined: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10))
+    result = CliRunner().invoke(main, ["eval", "lines.jsonl", "--run", str(lined), "--quiet"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert re.fullmatch(
+        r"error: \S+: the disk is too full for the ids; needs about 0\.0 MB, 0\.0 MB are free; "
+        r"choose another place by the environment variable TMPDIR\n",
+        result.stderr,
+    )

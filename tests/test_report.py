@@ -23,6 +23,7 @@ from txlcli.report.tables import (
     window_table,
 )
 from txlcli.run import Run, RunSummary
+from txlcli.sources import Corpus, Source, Survey
 
 
 class Stream(io.TextIOWrapper):
@@ -83,11 +84,41 @@ def stepped(step, **changes):
     return train.Stepped(**(values | changes))
 
 
+def found(n_documents=None, **rules):
+    """Return a corpus of 1,115,394 bytes, its last twentieth held out."""
+    source = Source(
+        name="a.txt",
+        path=Path("a.txt"),
+        n_bytes=1_115_394,
+        mtime_ns=0,
+        codec="utf-8",
+        n_mark=0,
+        stored_bytes=1_115_394,
+        ctime_ns=0,
+        device=0,
+        inode=0,
+    )
+    survey = Survey(
+        n_bytes=source.n_bytes,
+        split_at=1_059_624,
+        n_valid_bytes=55_770,
+        n_characters=source.n_bytes,
+        alphabet={"a": 1_059_624},
+        has_text=True,
+        script="latin",
+        n_replaced=0,
+        n_documents=n_documents,
+        n_valid_documents=None if n_documents is None else 2,
+        notices=(),
+    )
+    return train.Found(Corpus(sources=(source,), **rules), survey, None, None)
+
+
 def summary(**changes):
     settings = config.from_flags({"corpus": ("a.txt",), "steps": "3000"})
     values = {
         "corpus": ("a.txt",),
-        "n_bytes": 1_115_394,
+        "found": found(),
         "n_train_tokens": 1_059_624,
         "n_valid_tokens": 55_770,
         "tokenizer": "char",
@@ -286,6 +317,7 @@ def test_the_plan_names_what_people_ask_for():
     assert results == ""
     assert text.splitlines() == [
         "text        a.txt · 1.1 MB",
+        "held out    the last 5.0% · 55.8 kB from byte 1,059,624 on",
         "tokens      1,059,624 to learn from · 55,770 held out",
         "vocabulary  char · 321",
         "model       4 layers of 160 · 4 heads of 40 · tgt_len 64 · mem_len 64",
@@ -298,10 +330,24 @@ def test_the_plan_names_what_people_ask_for():
     ]
     text, _ = draw([train.Planned(summary(expected_s=592.0, n_valid_tokens=0))])
     assert "nothing held out, best is last" in text
+    assert "held out  " not in text
     assert ", in 9:52\n" in text
     text, _ = draw([train.Planned(summary())], is_terminal=True)
     assert "plan" in text.splitlines()[0]
     assert "╭─" in text
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_the_plan_tells_of_documents(is_reset):
+    settings = config.from_flags({"corpus": ("a.txt",), "steps": "3000", "document_separator": r"\n"})
+    built = config.build(settings | {"reset_memory_at_documents": Sourced(is_reset, config.FLAG)})
+    of_documents = found(n_documents=1200, document_separator="\n")
+    text, _ = draw([train.Planned(summary(config=built, found=of_documents))])
+    memory = "memory ends with each" if is_reset else "memory goes on through them"
+    assert text.splitlines()[1:3] == [
+        rf"documents   1,200 · separated by \n · {memory}",
+        "held out    the last 5.0% · 55.8 kB from byte 1,059,624 on · 2 documents",
+    ]
 
 
 @pytest.mark.parametrize(

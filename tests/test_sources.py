@@ -1,6 +1,8 @@
 """Text comes out of any file as UTF-8, exactly, in chunks, with its origin; the rest is refused by name."""
 
 import bz2
+import codecs
+import encodings.aliases
 import gzip
 import io
 import json
@@ -31,9 +33,9 @@ from txlcli.sources import (
     complete_utf8,
     convert,
     documents,
-    find_byte,
     find_corpus,
     find_encoding,
+    find_place,
     find_split,
     guess_script,
     held_out_start,
@@ -56,6 +58,13 @@ SAMPLE = {
     "cp1252": "aé€ \r\n\0",
     "iso2022_jp": "a紅日 \n",
     "utf-7": "aé紅🐙+- \n",
+}
+
+
+KNOWN_CODECS = {
+    codecs.lookup(name).name
+    for name in set(encodings.aliases.aliases.values()) - {"mbcs", "oem"}
+    if not name.endswith("_codec") and name != "rot_13"
 }
 
 
@@ -91,7 +100,7 @@ def test_paths_that_are_no_text_are_refused_by_name(tmp_path: Path) -> None:
         ("none.txt", "cannot be read; no such file or directory"),
         ("none.txt/", "cannot be read; no such file or directory"),
         ("loop", "cannot be read; too many levels of symbolic links"),
-        ("pipe", "is a named pipe, not a file; send its text to stdin: ... | txl train -"),
+        ("pipe", "is a named pipe, not a file; give - and send its text to standard input"),
         ("empty.txt", "is empty; give a file with some text"),
         ("folder", "no text in this folder; it is empty"),
         ("binary", f"no text in this folder; skipped {tmp_path}/binary/x.bin (binary: it holds NUL bytes)"),
@@ -99,7 +108,7 @@ def test_paths_that_are_no_text_are_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(UserError) as caught:
             find_corpus([f"{tmp_path}/{name}"])
         assert str(caught.value) == f"{tmp_path}/{name}: {text}"
-    with pytest.raises(UserError, match=r"^/dev/zero: is a device, not a file; send its text"):
+    with pytest.raises(UserError, match=r"^/dev/zero: is a device, not a file; give - and send its text"):
         find_corpus(["/dev/zero"])
     with pytest.raises(UserError, match=r"^'a\\x00b': cannot be read; a name cannot hold a NUL byte$"):
         find_corpus(["a\0b"])
@@ -390,7 +399,8 @@ def test_newlines_are_left_out_and_every_byte_keeps_its_place(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(read, "CHUNK_BYTES", chunk)
         as_it_is = list(read_chunks(plain, 0, plain.n_bytes, sized=True))
-        chunks = list(read_chunks(corpus, 0, corpus.n_bytes))
+        chunks = list(read_chunks(corpus, 0, corpus.n_bytes, sized=True))
+        unsized = list(read_chunks(corpus, 0, corpus.n_bytes))
         joined = read_all(corpus)
     before, text = read_all(plain), b"".join(one.text for one in chunks)
     assert text == joined == before.replace(b"\n", b"").replace(b" ", b"_")
@@ -405,6 +415,8 @@ def test_newlines_are_left_out_and_every_byte_keeps_its_place(
         one.sizes.sum() for one in chunks if one.sizes is not None
     ]
     assert sum(one.read_bytes for one in chunks) == (kept[-1] if kept else 0)
+    for total in ("source_bytes", "read_bytes"):
+        assert sum(getattr(one, total) for one in unsized) == sum(getattr(one, total) for one in chunks)
 
 
 def test_of_a_windows_line_end_the_carriage_return_stays(tmp_path: Path) -> None:
@@ -472,6 +484,47 @@ def test_a_split_stands_at_a_character_and_is_the_same_for_raw_bytes(
     assert "".join(halves) == text * 2
     if encoding == "utf-8" and split < corpus.n_bytes - 1:
         assert not any((text * 2).encode()[wanted:split].decode(errors="ignore"))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    data=st.lists(
+        st.sampled_from(
+            [
+                b"a",
+                b"\n",
+                b" ",
+                b"\x30",
+                b"\x81\x30",
+                b"\x81",
+                b"\xd8",
+                b"\xdc",
+                b"\xe7\xb4\x85",
+                b"\x8f",
+                b"\xa4",
+            ]
+        ),
+        min_size=1,
+        max_size=30,
+    ),
+    encoding=st.sampled_from(sorted(filter(read._STATELESS.match, KNOWN_CODECS))),
+    anchor=st.sampled_from([2, 7, 1 << 16]),
+    wanted=st.integers(0, 60),
+)
+def test_where_an_encoding_has_no_state_the_end_is_read_without_the_beginning(
+    tmp_path_factory: pytest.TempPathFactory, data: list[bytes], encoding: str, anchor: int, wanted: int
+) -> None:
+    joined = b"".join(data)
+    name = write(tmp_path_factory.getbasetemp(), joined, "any.txt")
+    corpus = find_corpus([name], encoding=encoding, errors="replace")
+    assume(corpus.sources[0].codec != "utf-8" and not corpus.sources[0].n_mark)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(read, "_ANCHOR_BYTES", anchor)
+        split = find_split(corpus, wanted)
+        patch.setattr(read, "_certain_start", lambda *_: 0)
+        assert find_split(corpus, wanted) == split
+    halves = [b"".join(read_text(corpus, *ends)).decode() for ends in ((0, split), (split, len(joined)))]
+    assert "".join(halves) == joined.decode(corpus.sources[0].codec, "replace")
 
 
 @settings(max_examples=50, deadline=None)
@@ -755,7 +808,7 @@ def test_the_place_in_a_packed_file_is_one_of_what_it_holds(tmp_path: Path) -> N
     with pytest.raises(UserError) as caught:
         run_survey(find_corpus([name]))
     assert str(caught.value) == f"{name} (unpacked): not utf-8 at byte 2502, line 501; got 0xff; {REMEDY}"
-    assert find_byte(find_corpus([name]), 5, 7) == (f"{name} (unpacked)", 12)
+    assert find_place(find_corpus([name]), 5, 500, 7) == (f"{name} (unpacked)", "byte 12")
 
 
 def test_unpacking_tells_how_far_it_is(tmp_path: Path) -> None:
@@ -768,6 +821,51 @@ def test_unpacking_tells_how_far_it_is(tmp_path: Path) -> None:
     assert {(one.stage, one.total_bytes) for one in progress if isinstance(one, Progress)} == {
         (f"unpacking {name}", Path(name).stat().st_size)
     }
+
+
+def test_a_packed_file_is_unpacked_once_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in {"KEPT_BYTES": 30_000, "PIECE_BYTES": 1000, "SLICE_BYTES": 200}.items():
+        monkeypatch.setattr(unpack, name, size)
+    monkeypatch.setattr(read, "CHUNK_BYTES", 5000)
+    n_unpacked, real = 0, unpack.unpack
+
+    def counted(*args: Any) -> Iterator[unpack.Piece]:
+        nonlocal n_unpacked
+        for piece in real(*args):
+            n_unpacked += len(piece.data)
+            yield piece
+
+    monkeypatch.setattr(unpack, "unpack", counted)
+    text = b"".join(b"document %d \xe7\xb4\x85 of some words\n" % number for number in range(8000))
+    name = write(tmp_path, gzip.compress(text[:1000]) + gzip.compress(text[1000:]))
+    most = len(text) + unpack.PIECE_BYTES
+    for rule in ({}, {"document_separator": "\n"}):
+        n_unpacked = 0
+        corpus = find_corpus([name], **rule)
+        assert n_unpacked == corpus.n_bytes == len(text) > 8 * unpack.KEPT_BYTES
+        # Where the held-out text begins is known from what the first pass has kept.
+        found = run_survey(corpus)
+        assert len(text) < n_unpacked <= len(text) + most
+        before = n_unpacked
+        n_valid = len(text) - found.split_at
+        assert sum(one.read_bytes for one in read_chunks(corpus, found.split_at, len(text))) == n_valid
+        next(read_chunks(corpus, found.split_at, len(text)))
+        assert n_unpacked == before
+        # What looked at the beginning only is gone on with.
+        next(read_chunks(corpus, 0, found.split_at))
+        assert n_unpacked <= before + 4 * read.CHUNK_BYTES
+        for start, stop in ((0, found.split_at), (found.split_at, len(text))):
+            assert sum(one.read_bytes for one in read_chunks(corpus, start, stop)) == stop - start
+        assert n_unpacked <= before + most
+    # A small one is unpacked once in all.
+    monkeypatch.setattr(unpack, "KEPT_BYTES", 1 << 20)
+    n_unpacked = 0
+    corpus = find_corpus([name], text_field=None, encoding="gb18030", errors="replace")
+    run_survey(corpus)
+    assert n_unpacked == len(text)
+    # Each read has its own place.
+    both = [read_text(corpus, start, len(text)) for start in (0, 0)]
+    assert b"".join(one for pair in zip(*both, strict=True) for one in pair[:1]) == read_all(corpus)
 
 
 def test_a_packed_file_that_changes_is_said(tmp_path: Path) -> None:
@@ -811,15 +909,26 @@ def test_patterns_choose_files_by_their_path_within_the_folder(tmp_path: Path) -
     assert find_corpus([str(tmp_path / "a.txt")], include=["*.md"]).n_bytes == 6
 
 
-def test_held_out_files_are_left_out_of_folders(tmp_path: Path) -> None:
+def test_held_out_files_are_not_learned_from(tmp_path: Path) -> None:
     first, second = write(tmp_path, b"first", "a.txt"), write(tmp_path, b"second", "b.txt")
     (tmp_path / "c.txt").symlink_to(second)
     held_out = find_corpus([second])
     corpus = find_corpus([str(tmp_path)], held_out=[held_out])
     assert [str(path) for path in corpus.files] == [first]
-    assert corpus.notices == (f"{second} (held out), {tmp_path}/c.txt (held out): skipped",)
-    both = find_corpus([first, second], held_out=[held_out])
-    assert both.notices == (f"{second}: is learned from and scored too, so that its scores are too good",)
+    assert corpus.notices == (f"{second}, {tmp_path}/c.txt: held out, so not learned from",)
+    # As a shell writes *.txt out.
+    named = find_corpus([first, second], held_out=[held_out])
+    assert named.files == corpus.files
+    assert named.skipped == ((Path(second), "held out"),)
+    assert named.notices == (f"{second}: held out, so not learned from",)
+    # Where there is nothing else it was meant.
+    alone = find_corpus([second], held_out=[held_out])
+    assert [str(path) for path in alone.files] == [second]
+    assert alone.notices == (f"{second}: is learned from and scored too, so that its scores are too good",)
+    Path(tmp_path / "folder").mkdir()
+    Path(tmp_path / "folder" / "d.txt").hardlink_to(second)
+    with pytest.raises(UserError, match=r"no text in this folder; skipped .*d\.txt \(held out\)$"):
+        find_corpus([str(tmp_path / "folder")], held_out=[held_out])
 
 
 def test_names_that_are_no_single_line_are_shown_on_one(tmp_path: Path) -> None:
@@ -842,8 +951,12 @@ for _encoding in ("utf-8", "utf-16", "utf-16-be", "gb18030", "utf-7"):
     SEPARATORS[_encoding] += ["紅", "é紅🐙", "🐙🐙"]
 
 
-def documents_of(chunks: Iterable[Chunk]) -> tuple[list[bytes], list[int], bytes]:
-    """The documents of some chunks, the sizes of what ended them, and what no end follows."""
+def documents_of(chunks: Iterable[Chunk], codec: str | None = None) -> tuple[list[bytes], list[int], bytes]:
+    """The documents of some chunks, the sizes of what ended them, and what no end follows.
+
+    Where sizes were not asked for, the bytes counted are compared with those of the text in `codec`; None: as
+    it is.
+    """
     found, end_sizes, rest = [], [], b""
     for one in chunks:
         assert one.text
@@ -859,7 +972,8 @@ def documents_of(chunks: Iterable[Chunk]) -> tuple[list[bytes], list[int], bytes
             start, rest = end, b""
         end_sizes += one.end_sizes.tolist()
         rest += one.text[start:]
-        text_bytes = len(one.text) if one.sizes is None else int(one.sizes.sum())
+        text = one.text if codec is None else one.text.decode().encode(codec)
+        text_bytes = len(text) if one.sizes is None else int(one.sizes.sum())
         assert one.source_bytes == text_bytes + int(one.end_sizes.sum())
     return found, end_sizes, rest
 
@@ -883,7 +997,7 @@ def test_documents_end_where_separators_stand_in_any_pieces(
     corpus = find_corpus(names, encoding=encoding, document_separator=separator)
     with pieces_of(chunk):
         chunks = list(read_chunks(corpus, 0, corpus.n_bytes, sized=sized))
-    found, end_sizes, rest = documents_of(chunks)
+    found, end_sizes, rest = documents_of(chunks, corpus.sources[0].codec)
     parts = [text.split(separator) for text in texts]
     assert found == [part.encode() for some in parts for part in some if part]
     assert rest == b""
@@ -947,7 +1061,9 @@ def test_each_file_is_a_document(
     names = [write(folder, text.encode(encoding), f"file{i}.txt") for i, text in enumerate(texts)]
     corpus = find_corpus(names, encoding=encoding, raw=raw, document_per_file=True)
     with pieces_of(chunk):
-        found, end_sizes, rest = documents_of(read_chunks(corpus, 0, corpus.n_bytes))
+        found, end_sizes, rest = documents_of(
+            read_chunks(corpus, 0, corpus.n_bytes), None if raw else corpus.sources[0].codec
+        )
     assert found == [text.encode(encoding if raw else "utf-8") for text in texts]
     assert (end_sizes, rest) == ([0] * len(texts), b"")
 
@@ -1144,8 +1260,8 @@ def test_a_split_of_documents_stands_between_two_where_one_is_near(
         split = find_split(corpus, wanted)
         assert find_split(raw, wanted) == split
         halves = [list(read_chunks(corpus, *ends)) for ends in ((0, split), (split, corpus.n_bytes))]
-        whole = documents_of(read_chunks(corpus, 0, corpus.n_bytes))[0]
-    (first, _, rest), (second, _, _) = (documents_of(half) for half in halves)
+        whole = documents_of(read_chunks(corpus, 0, corpus.n_bytes), corpus.sources[0].codec)[0]
+    (first, _, rest), (second, _, _) = (documents_of(half, corpus.sources[0].codec) for half in halves)
     if [*first, *second] != whole:
         # A document is cut, or two separators overlap, or one is cut.
         letters = b"".join([*first, rest, *second]).decode().translate(dict.fromkeys(map(ord, separator)))
@@ -1202,6 +1318,86 @@ def test_overlapping_separators_split_as_they_are_read(tmp_path: Path) -> None:
     corpus = find_corpus([write(tmp_path, b"a\n\n\nbcd")], document_separator="\n\n")
     assert find_split(corpus, 4) == 3
     assert documents_of(read_chunks(corpus, 3, 7))[0] == [b"\nbcd"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    data=st.data(),
+    encoding=st.sampled_from(["utf-8", "utf-16", "gb18030"]),
+    chunk=st.integers(1, 9),
+    rule=st.sampled_from(["none", "separator", "per_file", "json"]),
+    raw=st.booleans(),
+    newlines=st.sampled_from(["keep", "drop"]),
+    every=st.sampled_from([None, 2]),
+)
+def test_the_place_of_each_byte_of_a_text_is_known(
+    tmp_path_factory: pytest.TempPathFactory,
+    data: st.DataObject,
+    encoding: str,
+    chunk: int,
+    rule: str,
+    raw: bool,
+    newlines: Any,
+    every: int | None,
+) -> None:
+    raw = raw and rule != "json"
+    some = st.lists(st.text(st.sampled_from("aé紅\n"), max_size=4), min_size=1, max_size=6)
+    texts = [data.draw(some) for _ in range(2)]
+    rules: dict[str, dict[str, Any]] = {
+        "none": {},
+        "separator": {"document_separator": "|"},
+        "per_file": {"document_per_file": True},
+        "json": {"text_field": "t"},
+    }
+    # Each document of a file, where it begins in it, and the bytes of its characters there.
+    written = []
+    for one in texts:
+        joined = (
+            "".join(json.dumps({"t": text}) + "\n\n" for text in one) if rule == "json" else "|".join(one)
+        )
+        written.append(joined or "a")
+    folder = tmp_path_factory.getbasetemp()
+    names = [write(folder, text.encode(encoding), f"{i}.txt") for i, text in enumerate(written)]
+    corpus = find_corpus(
+        names,
+        encoding=encoding,
+        raw=raw,
+        newlines=newlines,
+        valid_every=every if rule != "none" else None,
+        **rules[rule],
+    )
+    part: Any = data.draw(st.sampled_from(["train", "valid"])) if corpus.valid_every else "all"
+    with pieces_of(chunk):
+        text = b"".join(read_text(corpus, 0, corpus.n_bytes, part=part))
+        for offset in range(len(text)):
+            if text[offset] & 0xC0 == 0x80:
+                continue
+            name, where = find_place(corpus, 0, corpus.n_bytes, offset, part=part)
+            kind, number = where.split()
+            content = Path(name).read_bytes()
+            if kind == "byte":
+                assert rule != "json"
+                codec = corpus.sources[0].codec
+                found = content[int(number) :] if raw else content[int(number) :].decode(codec).encode()
+                assert found[:1] == text[offset : offset + 1]
+                assert found[:1] != b"\n" or newlines == "keep"
+            else:
+                line = json.loads(content.decode(encoding).split("\n")[int(number) - 1])["t"].encode()
+                assert text[offset : offset + 1] in line
+        places = [find_place(corpus, 0, corpus.n_bytes, offset, part=part) for offset in range(len(text))]
+    order = [(names.index(name), int(where.split()[1])) for name, where in places]
+    assert order == sorted(order)
+
+
+def test_the_place_in_json_lines_is_a_line(tmp_path: Path) -> None:
+    lines = [json.dumps({"t": text}) for text in ("ab", "", "cé\n", "d")]
+    name = write(tmp_path, "\n".join([lines[0], "", *lines[1:]]).encode())
+    corpus = find_corpus([name, name], text_field="t")
+    expected = ["line 1"] * 2 + ["line 4"] * 4 + ["line 5"]
+    found = [find_place(corpus, 0, corpus.n_bytes, offset) for offset in range(14)]
+    assert found == [(name, where) for where in expected * 2]
+    split = len(lines[0]) + 1
+    assert find_place(corpus, split, corpus.n_bytes, 0) == (name, "line 4")
 
 
 def test_a_separator_that_is_nowhere_is_said(tmp_path: Path) -> None:

@@ -21,8 +21,18 @@ import torch
 from txlcli import UserError
 from txlcli.attention import Demands, cannot_run, choose_backend, fall_back
 from txlcli.checkpoint import load_model
-from txlcli.config import Config, check, leaf
-from txlcli.data import Counts, Split, TokenStore, encode_text, open_counts, open_split, read_store_info
+from txlcli.config import Config, check, leaf, unescape
+from txlcli.data import (
+    Counts,
+    Prepared,
+    Progress,
+    Split,
+    TokenStore,
+    encode_text,
+    open_counts,
+    open_split,
+    read_store_info,
+)
 from txlcli.device import Precision, choose_device, choose_precision, repeat_exactly
 from txlcli.evaluate import Score, evaluate, final_score
 from txlcli.generate import (
@@ -37,7 +47,7 @@ from txlcli.generate import (
 )
 from txlcli.model import Lengths, TransformerXL
 from txlcli.run import Run, latest_run, open_run, read_conversion
-from txlcli.sources import find_corpus
+from txlcli.sources import Corpus, DocumentRule, NotJsonLines, search_corpus
 from txlcli.tokenizer import CorpusWordTokenizer, MosesTokenizer, Tokenizer, refuse_missing_moses
 
 
@@ -151,8 +161,14 @@ class LanguageModel:
         same_length: Literal["off", "mem_len", "mem_len+1"] | None = None,
         batch_size: int | None = None,
         encoding: str = "utf-8",
+        documents: DocumentRule | None = None,
     ) -> Score:
         """Score a text: every token but the first once, from an empty memory.
+
+        A text and its bytes have no documents, unless `documents` tells how to find them: they are scored as
+        one piece, and no token for a document's end is put in. Files are read as those of the run were,
+        packed ones unpacked, with documents by the same rule if it had any; then a token ends each document
+        and is scored too.
 
         Args:
             text: A text, its bytes, or the path of a file or folder.
@@ -162,13 +178,16 @@ class LanguageModel:
             same_length: Whether every query sees equally many keys.
             batch_size: Streams side by side at most; the totals do not depend on it. None: as many as pay.
             encoding: Encoding of bytes and files.
+            documents: How documents are told apart; `DocumentRule()`: there are none. None: as said above.
 
         Raises:
-            UserError: the text is too short, is not in this encoding, or cannot be read; a length makes no
-                sense.
+            UserError: the text is too short, is not in this encoding, is no JSON lines where the run's text
+                was, or cannot be read; a length makes no sense; the run knows no documents.
         """
         lengths = self._lengths(mem_len, tgt_len, clamp_len, same_length)
-        with self._encoded(text, encoding) as (store, counts, place):
+        if documents is None and not isinstance(text, Path):
+            documents = DocumentRule()
+        with self._encoded(text, encoding, documents) as (store, counts, place):
             return self._score(store, counts, lengths, batch_size, place)
 
     def score_split(
@@ -220,8 +239,73 @@ class LanguageModel:
         self.model.refuse_lengths(lengths)
         return lengths
 
+    @property
+    def document_rule(self) -> DocumentRule:
+        """How the text of the run was told apart into documents."""
+        data = self.config.data
+        separator = data.document_separator
+        return DocumentRule(
+            text_field=data.text_field,
+            document_separator=None if separator is None else unescape(separator),
+            document_per_file=data.document_per_file,
+        )
+
+    def encode_file(
+        self,
+        name: str,
+        folder: Path,
+        *,
+        encoding: str = "utf-8",
+        documents: DocumentRule | None = None,
+        least_tokens: int = 2,
+    ) -> Iterator[Progress | Corpus | Prepared]:
+        """Read a file or folder as the run's text was read, and encode it as the split `test` of a store.
+
+        Yields the progress, in between the corpus once it is found, and at last what was prepared.
+
+        Args:
+            name: The path, or `-` for standard input, which is copied into `folder`.
+            folder: Where the store is made.
+            encoding: Encoding of the files.
+            documents: How documents are told apart; None: as in the run.
+            least_tokens: Fewer are refused.
+
+        Raises:
+            UserError: as for `score`.
+        """
+        if documents not in (None, DocumentRule()) and self.tokenizer.document_end is None:
+            raise UserError(
+                f"--{_flag_of(documents)}: {self.run.folder} was not trained on documents, so that its "
+                "vocabulary has no end of one; leave it out"
+            )
+        data, rule = self.config.data, self.document_rule if documents is None else documents
+        try:
+            for event in search_corpus(
+                [name],
+                encoding=encoding,
+                errors=data.encoding_errors,
+                raw=self.tokenizer.kind == "byte",
+                newlines=data.newlines,
+                spaces=data.spaces,
+                packed=data.packed,
+                stdin_copy=folder / "stdin",
+                **rule._asdict(),
+            ):
+                yield event
+            assert isinstance(event, Corpus), "a search ends with the corpus"
+            yield from encode_text(event, self.tokenizer, folder, least_tokens=least_tokens)
+        except NotJsonLines as error:
+            if documents is not None:
+                raise
+            raise UserError(
+                f"{error}; it is read as JSON lines because the text of {self.run.folder} was; "
+                "for plain text give --no-documents"
+            ) from None
+
     @contextmanager
-    def _encoded(self, text: str | bytes | Path, encoding: str) -> Iterator[tuple[TokenStore, Counts, str]]:
+    def _encoded(
+        self, text: str | bytes | Path, encoding: str, documents: DocumentRule | None
+    ) -> Iterator[tuple[TokenStore, Counts, str]]:
         """Encode a text to a store in a temporary folder, the same way as a file of the command line."""
         with tempfile.TemporaryDirectory(prefix="txl-") as name:
             folder = Path(name)
@@ -231,16 +315,7 @@ class LanguageModel:
                 path.write_bytes(to_bytes(text, place))
                 encoding = "utf-8" if isinstance(text, str) else encoding
             try:
-                data = self.config.data
-                corpus = find_corpus(
-                    [str(path)],
-                    encoding=encoding,
-                    errors=data.encoding_errors,
-                    raw=self.tokenizer.kind == "byte",
-                    newlines=data.newlines,
-                    spaces=data.spaces,
-                )
-                for _ in encode_text(corpus, self.tokenizer, folder):
+                for _ in self.encode_file(str(path), folder, encoding=encoding, documents=documents):
                     pass  # progress, which nobody watches here
             except UserError as error:
                 raise UserError(str(error).replace(str(path), place)) from error
@@ -319,6 +394,12 @@ def load(
         precision=precision,
         notices=(*loaded.notices, *(() if told is None else (f"attention: {told}",))),
     )
+
+
+def _flag_of(rule: DocumentRule | None) -> str:
+    """Name the setting by which documents are told apart."""
+    names = [name for name, value in (rule or DocumentRule())._asdict().items() if value not in (None, False)]
+    return names[0].replace("_", "-")
 
 
 def _of_raw_text(tokenizer: Tokenizer, run: Run) -> MosesTokenizer:

@@ -1,7 +1,7 @@
 """`txl eval`."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from txlcli.cli.flags import (
     setting,
 )
 from txlcli.cli.signals import Interruption, listening
-from txlcli.config import leaf
+from txlcli.config import leaf, unescape
 from txlcli.report import Screen, Stages, column_names, eval_table, json_text, one_line, window_table
 
 if TYPE_CHECKING:
@@ -39,10 +39,12 @@ if TYPE_CHECKING:
     from txlcli.device import Precision
     from txlcli.evaluate import Draw, Record, Score, TokenNats, WindowScore
     from txlcli.model import Lengths
+    from txlcli.sources import DocumentRule
     from txlcli.tokenizer import Tokenizer
 
 _SPLITS = ("valid", "test")
 _WINDOW_TOKENS = 256
+_BLOCK_TOKENS = 1 << 20
 _NEWLINES = {
     "keep": "part of the text, scored like every other token",
     "drop": "left out of the text, neither scored nor counted",
@@ -78,6 +80,21 @@ def evaluate(
         str | None, option("--encoding", metavar="NAME", help="encoding of FILE; else utf-8")
     ] = None,
     is_raw: MosesFlag = False,
+    text_field: Annotated[
+        str | None,
+        option("--text-field", metavar="NAME", help="FILE is JSON lines with its texts in this field"),
+    ] = None,
+    document_separator: Annotated[
+        str | None,
+        option("--document-separator", metavar="TEXT", help="text that stands between documents of FILE"),
+    ] = None,
+    document_per_file: Annotated[
+        bool, option("--document-per-file", help="each file in FILE, a folder, is one document")
+    ] = False,
+    has_no_documents: Annotated[
+        bool,
+        option("--no-documents", help="FILE is one text; else its documents are found as the run's were"),
+    ] = False,
     is_by_line: Annotated[
         bool, option("--by-line", help="score each line by itself, from empty memory after a newline")
     ] = False,
@@ -150,8 +167,27 @@ def evaluate(
     """
     request = _Request(
         file=file,
-        split=_choose_split(file, split, encoding, is_raw),
+        split=_choose_split(
+            file,
+            split,
+            {
+                "--encoding": encoding is not None,
+                "--moses": is_raw,
+                "--text-field": text_field is not None,
+                "--document-separator": document_separator is not None,
+                "--document-per-file": document_per_file,
+                "--no-documents": has_no_documents,
+            },
+        ),
         encoding=setting("encoding", encoding) or "utf-8",
+        documents=_choose_documents(
+            {
+                "--text-field": text_field,
+                "--document-separator": document_separator,
+                "--document-per-file": document_per_file or None,
+                "--no-documents": has_no_documents or None,
+            }
+        ),
         mem_lens=None if mem_len is None else parse_mem_lens(mem_len),
         tgt_len=setting("tgt_len", tgt_len),
         has_clamp_len=clamp_len is not None,
@@ -188,6 +224,7 @@ class _Request:
     file: str | None
     split: str
     encoding: str
+    documents: "DocumentRule | None"
     mem_lens: tuple[int, ...] | None
     tgt_len: int | None
     has_clamp_len: bool
@@ -213,14 +250,27 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Text:
-    """A text ready to be scored."""
+    """A text ready to be scored.
+
+    `file_bytes` counts all bytes of the files, those that are neither scored nor counted too; None: not
+    known. `n_documents` None: they have no ends among the tokens.
+    """
 
     name: str
     store: "TokenStore"
     counts: "Counts"
     info: "SplitInfo"
     encoding: str
+    documents: "DocumentRule"
+    n_documents: int | None
+    file_bytes: int | None
     notices: tuple[str, ...]
+
+    @property
+    def has_offsets(self) -> bool:
+        """Whether each token's place in the files is known: with documents only if every byte is counted."""
+        has_documents = self.documents != type(self.documents)()
+        return not has_documents or self.info.n_bytes == self.file_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,15 +345,32 @@ class _Result:
         }
 
 
-def _choose_split(file: str | None, split: str | None, encoding: str | None, is_raw: bool) -> str:
+def _choose_split(file: str | None, split: str | None, of_file: Mapping[str, bool]) -> str:
     if split is not None and split not in _SPLITS:
         raise UserError(f"--split: must be valid or test; got `{split}`")
     if file is not None and split is not None:
         raise UserError("--split: cannot go with FILE; give one of them")
-    for flag, is_given in (("--encoding", encoding is not None), ("--moses", is_raw)):
+    for flag, is_given in of_file.items():
         if file is None and is_given:
             raise UserError(f"{flag}: goes with FILE only; held-out text is stored as tokens")
     return split or "valid"
+
+
+def _choose_documents(given: Mapping[str, str | bool | None]) -> "DocumentRule | None":
+    """Return how documents are told apart by the flags; None: as in the run."""
+    from txlcli.sources import DocumentRule
+
+    flags = [flag for flag, value in given.items() if value is not None]
+    if len(flags) > 1:
+        raise UserError(f"{flags[0]}: cannot go with {flags[1]}; give one of them")
+    if not flags:
+        return None
+    separator = setting("document_separator", given["--document-separator"])
+    return DocumentRule(
+        text_field=setting("text_field", given["--text-field"]),
+        document_separator=None if separator is None else unescape(separator),
+        document_per_file=given["--document-per-file"] is not None,
+    )
 
 
 def _choose_window_tokens(
@@ -402,33 +469,31 @@ def _open_text(
     """Find the text's tokens: in the run, or by encoding FILE into a temporary folder."""
     import tempfile
 
-    from txlcli.data import Progress, encode_text, open_counts, open_split, read_store_info
+    from txlcli.data import Progress, open_counts, open_split, read_store_info
     from txlcli.run import refuse_converted
-    from txlcli.sources import find_corpus
+    from txlcli.sources import Corpus
 
     split: Split = "valid" if request.split == "valid" else "test"
     folder, name, notices = lm.run.folder, f"{request.split} text of {lm.run.folder}", tuple[str, ...]()
+    corpus: Corpus | None = None
     if request.file is not None:
         folder, split, name = (
             Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="txl-"))),
             "test",
             request.file,
         )
-        corpus = find_corpus(
-            [request.file],
+        for event in lm.encode_file(
+            request.file,
+            folder,
             encoding=request.encoding,
-            errors=lm.config.data.encoding_errors,
-            raw=lm.tokenizer.kind == "byte",
-            newlines=lm.config.data.newlines,
-            spaces=lm.config.data.spaces,
-            stdin_copy=folder / "stdin",
-        )
-        notices = corpus.notices
-        for event in encode_text(corpus, lm.tokenizer, folder, least_tokens=1 if request.is_by_line else 2):
+            documents=request.documents,
+            least_tokens=1 if request.is_by_line else 2,
+        ):
             if isinstance(event, Progress):
                 stages.show(event.stage, event.done_bytes, event.total_bytes, "bytes")
             else:
                 notices += event.notices
+                corpus = event if isinstance(event, Corpus) else corpus
             interruption.leave()
     if request.file is None:
         refuse_converted(
@@ -437,7 +502,27 @@ def _open_text(
     store = stack.enter_context(open_split(folder, split))
     counts = stack.enter_context(open_counts(folder, split))
     info = read_store_info(folder)
-    return _Text(name, store, counts, info.splits[split], info.encoding, notices)
+    return _Text(
+        name=name,
+        store=store,
+        counts=counts,
+        info=info.splits[split],
+        encoding=info.encoding,
+        documents=lm.document_rule if request.documents is None else request.documents,
+        n_documents=_count_documents(store, lm.tokenizer),
+        file_bytes=None if corpus is None else corpus.n_bytes - sum(one.n_mark for one in corpus.sources),
+        notices=notices,
+    )
+
+
+def _count_documents(store: "TokenStore", tokenizer: "Tokenizer") -> int | None:
+    """Count the ends of documents among the tokens; None: the vocabulary has none."""
+    if tokenizer.document_end is None:
+        return None
+    return sum(
+        int((store.read(start, min(start + _BLOCK_TOKENS, store.n_tokens)) == tokenizer.document_end).sum())
+        for start in range(0, store.n_tokens, _BLOCK_TOKENS)
+    )
 
 
 def _score_row(
@@ -523,7 +608,7 @@ def _write_tsv(file: BinaryIO, text: _Text, tokenizer: "Tokenizer", nats: "Token
     from txlcli.evaluate import token_scores
 
     file.write(b"token\ttext\tnats\tbyte_offset\n")
-    for token in token_scores(text.store, text.counts, nats):
+    for token in token_scores(text.store, text.counts if text.has_offsets else None, nats):
         source = tokenizer.decode([token.token], after=token.previous)
         offset = "" if token.byte_offset is None else token.byte_offset
         file.write(f"{token.token}\t{one_line(source)}\t{token.nats!r}\t{offset}\n".encode())
@@ -542,6 +627,9 @@ def _protocol(
         "scoring": by_line if request.is_by_line else whole,
         "newlines": _NEWLINES[lm.config.data.newlines].format(newline=_newline_word(lm)),
         "words": _words(request, lm),
+        "documents": _documents(request, lm, text),
+        "n_documents": text.n_documents,
+        "reset_memory_at_documents": lm.model.document_end is not None,
         "spaces": _SPACES[lm.config.data.spaces],
         "position": _position(model),
         # As asked for: a row at mem_len 0 may have had to do without it, which its notice says.
@@ -600,6 +688,23 @@ def _words(request: _Request, lm: "LanguageModel") -> str | None:
     return raw if request.is_raw else split
 
 
+def _documents(request: _Request, lm: "LanguageModel", text: _Text) -> str | None:
+    """How documents were told apart, and what that does to the score; None: as in the run there are none."""
+    rule = text.documents
+    if rule.text_field is not None:
+        what = f"JSON lines, field {one_line(rule.text_field)}; what else stands in them is not counted"
+    elif rule.document_separator is not None:
+        what = f"separated by {one_line(rule.document_separator)}, whose bytes count with a document's end"
+    elif rule.document_per_file:
+        what = "one per file"
+    else:
+        return None if lm.tokenizer.document_end is None else "none, the whole is one text"
+    if text.n_documents is None:
+        return f"{what}; they run into one another, since the vocabulary has no token for their end"
+    memory = "ends with each" if lm.model.document_end is not None else "goes on through them"
+    return f"{text.n_documents:,} · {what} · a token for each end is scored too · memory {memory}"
+
+
 def _position(model: "ModelConfig") -> str:
     """The scheme of positions, and for absolute ones where they start."""
     is_absolute = model.position in ("sinusoid", "learned")
@@ -629,7 +734,9 @@ def _notices(
     if any(score.is_beyond_training for score in scores):
         trained = lm.model.lengths
         notices.append(f"* longer than in training: mem_len {trained.mem_len}, tgt_len {trained.tgt_len}")
-    if request.is_raw and has_offsets:
+    if has_offsets and not text.has_offsets:
+        notices.append("byte offsets are left out: not all that stands between the tokens is counted")
+    elif request.is_raw and has_offsets:
         notices.append("byte offsets beside characters that Moses' rules replaced are a guess")
     if not lm.tokenizer.is_lossless and text.info.n_unknown:
         share = text.info.n_unknown / text.info.n_tokens
@@ -659,6 +766,7 @@ def _write_table(result: _Result, out: Screen) -> None:
         ("text", f"{text} · {result.n_bytes:,} bytes · {protocol['encoding']}"),
         ("model", f"{result.run} · step {result.step:,} ({protocol['checkpoint']})"),
         ("scored", str(protocol["scoring"])),
+        *([("documents", str(protocol["documents"]))] if protocol["documents"] is not None else []),
         ("newlines", str(protocol["newlines"])),
         *([("words", str(protocol["words"]))] if protocol["words"] is not None else []),
         *([("spaces", str(protocol["spaces"]))] if protocol["spaces"] != _SPACES["keep"] else []),

@@ -31,7 +31,7 @@ from txlcli.sources import (
     Progress,
     check_unchanged,
     complete_utf8,
-    find_byte,
+    find_place,
     read_chunks,
     told_replaced,
 )
@@ -288,18 +288,16 @@ def _encode_part(
 
 
 def _refuse_outside(part: Part, tokenizer: Tokenizer) -> NoReturn:
-    """Say where in its file the first symbol outside the vocabulary stands: read again, now with sizes."""
+    """Say where in its file the first symbol outside the vocabulary stands: read again for it."""
     n_before = 0
-    for piece in cut_units(tokenizer, part.chunks(sized=True)):
-        assert piece.sizes is not None
-        taken = piece.sizes.astype(np.int64) + (0 if piece.left_out is None else piece.left_out)
+    for piece in cut_units(tokenizer, part.chunks()):
         try:
             tokenizer.encode(piece.text)
         except OutsideVocabulary as error:
-            n_before += int(taken[: error.offset].sum())
-            n_before += 0 if piece.left_out is None else int(piece.left_out[error.offset])
-            raise error.at(*find_byte(part.corpus, part.start, n_before)) from None
-        n_before += int(taken.sum())
+            offset = n_before + error.offset
+            place = find_place(part.corpus, part.start, part.stop, offset, part=part.documents)
+            raise error.at(*place) from None
+        n_before += len(piece.text)
     raise AssertionError("the same text was outside the vocabulary before")
 
 
@@ -353,9 +351,11 @@ def _check_space(parts: list[Part], tokenizer: Tokenizer, folder: Path, itemsize
                 needed += int(n_bytes * GAP_BYTES_PER_BYTE)
     free = shutil.disk_usage(folder).free
     if needed > free:
+        # A text that is only scored goes to the folder of temporary files.
+        place = "with --out" if parts[0].split == "train" else "by the environment variable TMPDIR"
         raise UserError(
             f"{folder}: the disk is too full for the ids; needs about {needed / 1e6:,.1f} MB, "
-            f"{free / 1e6:,.1f} MB are free; choose another place with --out"
+            f"{free / 1e6:,.1f} MB are free; choose another place {place}"
         )
 
 

@@ -81,7 +81,7 @@ def encode_prompt(
     except OutsideVocabulary as error:
         kept = np.flatnonzero(np.frombuffer(source, np.uint8) != ord("\n")) if newlines == "drop" else None
         offset = error.offset if kept is None else int(kept[error.offset])
-        raise error.at("prompt", offset) from None
+        raise error.at("prompt", f"byte {offset}") from None
     if len(ids) == 0:
         ids = np.array([start_id], dtype=np.int32)
     return Prompt(shown, ids, notices)

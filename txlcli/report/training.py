@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from txlcli.config import DataConfig, ModelConfig
     from txlcli.evaluate import Score
-    from txlcli.sources import Corpus, Source, Survey
+    from txlcli.sources import Source
     from txlcli.train import Evaluated, Event, Finished, FirstLine, Found, Planned, PlanSummary, Stepped
 
 _LISTED = 10
@@ -199,6 +199,8 @@ def plan_facts(summary: "PlanSummary") -> list[tuple[str, str]]:
     rate = f"lr {optim.lr:g} · {optim.schedule} · warm-up {optim.warmup:,} steps"
     facts = [
         ("text", f"{escape_line(' '.join(summary.corpus))} · {size_text(summary.n_bytes)}"),
+        *_documents_facts(summary.found, is_reset=model.reset_memory_at_documents),
+        *([("held out", _held_out_text(summary.found))] if summary.n_valid_tokens else []),
         ("tokens", f"{summary.n_train_tokens:,} to learn from · {held_out}"),
         ("vocabulary", f"{summary.tokenizer} · {summary.n_vocab:,}{_text_rules(config.data)}"),
         *([("embeddings", embeddings)] if (embeddings := _embeddings_text(model)) else []),
@@ -217,13 +219,12 @@ def plan_facts(summary: "PlanSummary") -> list[tuple[str, str]]:
 
 
 def found_facts(event: "Found") -> list[tuple[str, str]]:
-    """Which files were found and skipped, their documents, and what is held out, in named lines."""
-    corpus, found = event.corpus, event.survey
+    """Which files were found and skipped, in named lines."""
+    corpus = event.corpus
     facts = _list_facts("sources", [_source_text(source) for source in corpus.sources])
     facts += _list_facts("skipped", [f"{one_line(str(path))} · {why}" for path, why in corpus.skipped])
-    if found.n_documents is not None:
-        facts.append(("documents", f"{found.n_documents:,} · {_documents_text(corpus)}"))
-    facts.append(("held out", _held_out_text(corpus, found, event.valid)))
+    if event.valid is not None:
+        facts += _list_facts("valid", [_source_text(source) for source in event.valid.sources])
     if event.test is not None:
         facts += _list_facts("test", [_source_text(source) for source in event.test.sources])
     return facts
@@ -244,20 +245,26 @@ def _source_text(source: "Source") -> str:
     return f"{source.name} · {size_text(source.n_bytes)}{packing} · {source.codec}"
 
 
-def _documents_text(corpus: "Corpus") -> str:
-    """What a document is."""
+def _documents_facts(event: "Found", *, is_reset: bool) -> list[tuple[str, str]]:
+    """How many documents there are, what one is, and whether memory ends with them; nothing without any."""
+    corpus, n_documents = event.corpus, event.survey.n_documents
+    if n_documents is None:
+        return []
     if corpus.text_field is not None:
-        return f"JSON lines, field {one_line(corpus.text_field)}"
-    if corpus.document_separator is not None:
-        return f"separated by {one_line(corpus.document_separator)}"
-    return "one per file"
+        rule = f"JSON lines, field {one_line(corpus.text_field)}"
+    elif corpus.document_separator is not None:
+        rule = f"separated by {one_line(corpus.document_separator)}"
+    else:
+        rule = "one per file"
+    memory = "memory ends with each" if is_reset else "memory goes on through them"
+    return [("documents", f"{n_documents:,} · {rule} · {memory}")]
 
 
-def _held_out_text(corpus: "Corpus", found: "Survey", valid: "Corpus | None") -> str:
+def _held_out_text(event: "Found") -> str:
+    """What is held out, by which rule."""
+    corpus, found, valid = event.corpus, event.survey, event.valid
     if valid is not None:
         return f"{valid.name} · {size_text(valid.n_bytes)}"
-    if not found.n_valid_bytes:
-        return "nothing"
     size, n = size_text(found.n_valid_bytes), found.n_valid_documents
     documents = "" if n is None else f" · {n:,} document{'s' * (n != 1)}"
     if corpus.valid_every is not None:

@@ -9,18 +9,18 @@ published results have it (`convert`). Where a corpus has documents, their ends 
 from txlcli.sources.chunk import Chunk, character_ends, code_points, complete_utf8, convert
 from txlcli.sources.corpus import (
     Corpus,
+    DocumentRule,
     Newlines,
     Progress,
     Source,
     Spaces,
     check_unchanged,
-    find_byte,
     find_corpus,
     find_encoding,
     search_corpus,
 )
-from txlcli.sources.documents import Part
-from txlcli.sources.read import find_split, read_chunks, read_text
+from txlcli.sources.documents import NotJsonLines, Part
+from txlcli.sources.read import find_place, find_split, read_chunks, read_text
 from txlcli.sources.survey import (
     VALID_BYTES_MAX,
     VALID_FRACTION,
@@ -37,7 +37,9 @@ __all__ = [
     "VALID_FRACTION",
     "Chunk",
     "Corpus",
+    "DocumentRule",
     "Newlines",
+    "NotJsonLines",
     "Packing",
     "Part",
     "Progress",
@@ -49,9 +51,9 @@ __all__ = [
     "code_points",
     "complete_utf8",
     "convert",
-    "find_byte",
     "find_corpus",
     "find_encoding",
+    "find_place",
     "find_split",
     "guess_script",
     "held_out_start",

@@ -9,12 +9,12 @@ import os
 import re
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, ParamSpec, TypeAlias
+from typing import Literal, NamedTuple, ParamSpec, TypeAlias
 
 from txlcli import UserError, files
-from txlcli.sources.unpack import Damaged, Packing, find_packing, unpack
+from txlcli.sources.unpack import Damaged, Packing, Unpackers, find_packing
 
 CHUNK_BYTES = 1 << 20
 # A file is taken for binary if a NUL byte stands in its first bytes, as git does.
@@ -29,7 +29,8 @@ _P = ParamSpec("_P")
 
 
 # Reasons to skip something that hardly anybody meant.
-_UNMEANT = ("hidden", "excluded", "not included", "held out", "a run", "a link to a folder", "is empty")
+_UNMEANT = ("hidden", "excluded", "not included", "a run", "a link to a folder", "is empty")
+_HELD_OUT = "held out"
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Source:
     order settled, and `n_mark` the bytes of a leading byte-order mark, which are no part of the text.
     `n_bytes` counts what is read: of a packed file (`packing`) what it unpacks to. All positions are bytes of
     that. `stored_bytes`, `mtime_ns`, `ctime_ns`, `device` and `inode` are the file's own on the disk.
+    `unpackers` keeps packed files open from one read to the next, those of all sources of a corpus.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Source:
     ctime_ns: int
     device: int
     inode: int
+    unpackers: Unpackers = field(default_factory=Unpackers, compare=False, repr=False)
 
     @property
     def place(self) -> str:
@@ -69,12 +72,21 @@ class Source:
         return self.name if self.packing == "none" else f"{self.name} (unpacked)"
 
 
+class DocumentRule(NamedTuple):
+    """How documents are told apart, by at most one of three rules of a `Corpus`; by none: there are none."""
+
+    text_field: str | None = None
+    document_separator: str | None = None
+    document_per_file: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
     """Files that are read as one text or, with `raw`, as bytes that need not be text.
 
-    `newlines` and `spaces` say how their text is read, as in `convert`. `skipped` lists what was met in
-    folders and is not read, with the reason, `overlapping` what was named though it is also held out.
+    `newlines` and `spaces` say how their text is read, as in `convert`. `skipped` lists what was met and is
+    not read, with the reason, `overlapping` what is read though it is also held out, since nothing else is
+    left.
 
     A corpus has documents by at most one of three rules. `text_field`: files are JSON lines, each line an
     object whose field of that name is a document's text; blank lines are none. `document_separator`: a
@@ -130,8 +142,9 @@ class Corpus:
         packed = [f"{source.name} ({source.packing})" for source in self.sources if source.packing != "none"]
         # What may have been meant comes first, since only some are named.
         unmeant = [one for one in self.skipped if one[1] in _UNMEANT]
-        skipped = [one for one in self.skipped if one[1] not in _UNMEANT] + unmeant
+        skipped = [one for one in self.skipped if one[1] not in (*_UNMEANT, _HELD_OUT)] + unmeant
         left = [f"{printable(str(path))} ({why})" for path, why in skipped]
+        held_out = [printable(str(path)) for path, why in self.skipped if why == _HELD_OUT]
         told = (
             (marked, "the leading byte-order mark is no text and is dropped"),
             (
@@ -139,6 +152,7 @@ class Corpus:
                 "read unpacked" + (", not byte for byte; --packed keep does" if self.reads_bytes else ""),
             ),
             (left, "skipped"),
+            (held_out, "held out, so not learned from"),
             (list(self.overlapping), "is learned from and scored too, so that its scores are too good"),
         )
         return tuple(f"{_list_some(names)}: {what}" for names, what in told if names)
@@ -174,13 +188,21 @@ def search_corpus(
 
     Packed files (gzip, xz, bz2, zstd) are told by their content, whatever their names, and are read unpacked,
     unless `packed` is `keep`; for their sizes they are unpacked once here. Files of the corpora `held_out`
-    are skipped in folders.
+    are skipped, in folders and where they were named, as `*.txt` names them, unless nothing else is named.
 
     Raises:
         UserError: a path is missing, unreadable, empty or no file, there is no text behind it, or a packed
-            file is cut or damaged, in a folder too; or there is no such encoding.
+            file is cut or damaged, in a folder too; or there is no such encoding, or none of the separator.
     """
     codec = find_encoding(encoding)
+    if document_separator is not None:
+        try:
+            document_separator.encode(codec)
+        except UnicodeError:
+            raise UserError(
+                f"--document-separator: cannot be written in {codec}; got `{printable(document_separator)}`; "
+                "choose one that stands in the text"
+            ) from None
     if not paths:
         raise UserError("no text is named; give files, a folder, or `-` for stdin: txl train corpus.txt")
     rules = _Rules(
@@ -191,10 +213,10 @@ def search_corpus(
         include=_compile(include),
         exclude=_compile(exclude),
         held_out=frozenset((source.device, source.inode) for one in held_out for source in one.sources),
+        unpackers=Unpackers(),
     )
     found: list[Source] = []
     skipped: list[tuple[Path, str]] = []
-    overlapping: list[str] = []
     for name in paths:
         if name == "-":
             source = yield from _copy_stdin(stdin_copy, rules)
@@ -213,9 +235,14 @@ def search_corpus(
                 )
         else:
             source, _ = yield from _open_source(name, Path(name), rules)
-            if (source.device, source.inode) in rules.held_out:
-                overlapping.append(source.name)
             found.append(source)
+    held, left = (
+        [source for source in found if ((source.device, source.inode) in rules.held_out) is is_held]
+        for is_held in (True, False)
+    )
+    if left:
+        skipped.extend((source.path, _HELD_OUT) for source in held)
+        found, held = left, []
     yield Corpus(
         sources=tuple(found),
         encoding=codec,
@@ -228,7 +255,7 @@ def search_corpus(
         document_per_file=document_per_file,
         valid_every=valid_every,
         skipped=tuple(skipped),
-        overlapping=tuple(overlapping),
+        overlapping=tuple(source.name for source in held),
     )
 
 
@@ -257,6 +284,7 @@ class _Rules:
     include: re.Pattern[str] | None
     exclude: re.Pattern[str] | None
     held_out: frozenset[tuple[int, int]]
+    unpackers: Unpackers
 
 
 def _compile(patterns: Sequence[str]) -> re.Pattern[str] | None:
@@ -287,21 +315,6 @@ def find_encoding(name: str) -> str:
         hint = f"did you mean `{close[0]}`?" if close else "for example utf-8, utf-16, cp1252, gb18030"
         raise UserError(f"--encoding: unknown encoding `{name}`; {hint}") from None
     return "utf-8" if codec == "utf-8-sig" else codec
-
-
-def find_byte(corpus: Corpus, start: int, n_bytes: int) -> tuple[str, int]:
-    """Name the file, and its byte, that comes `n_bytes` of text after the corpus' byte `start`.
-
-    Separators count among these bytes, and all else that is left out but the leading mark.
-    """
-    base = 0
-    for source in corpus.sources:
-        begin = max(start - base, source.n_mark)
-        if begin + n_bytes < source.n_bytes:
-            return source.place, begin + n_bytes
-        n_bytes -= max(source.n_bytes - begin, 0)
-        base += source.n_bytes
-    raise AssertionError("beyond the corpus")
 
 
 def check_unchanged(corpus: Corpus) -> tuple[str, ...]:
@@ -359,16 +372,16 @@ def _open_source(name: str, path: Path, rules: _Rules) -> Generator[Progress, No
         kind = files.describe_kind(status.st_mode)
         if kind is not None:
             raise UserError(
-                f"{printable(name)}: is {kind}, not a file; send its text to stdin: ... | txl train -"
+                f"{printable(name)}: is {kind}, not a file; give - and send its text to standard input"
             )
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         try:
             head, n_bytes = files.read_at(fd, SNIFF_BYTES, 0), status.st_size
             packing: Packing = find_packing(head) if rules.packed == "unpack" else "none"
-            if packing != "none":
-                head, n_bytes = yield from _unpack_once(fd, packing, printable(name), status.st_size)
         finally:
             os.close(fd)
+        if packing != "none":
+            head, n_bytes = yield from _unpack_once(path, packing, printable(name), rules.unpackers)
     except OSError as error:
         raise UserError(f"{printable(name)}: cannot be read; {files.describe_error(error)}") from error
     except ValueError as error:  # a NUL byte in the name
@@ -391,23 +404,23 @@ def _open_source(name: str, path: Path, rules: _Rules) -> Generator[Progress, No
         ctime_ns=status.st_ctime_ns,
         device=status.st_dev,
         inode=status.st_ino,
+        unpackers=rules.unpackers,
     )
     return source, head
 
 
 def _unpack_once(
-    fd: int, packing: Packing, name: str, stored_bytes: int
+    path: Path, packing: Packing, name: str, unpackers: Unpackers
 ) -> Generator[Progress, None, tuple[bytes, int]]:
     """Return the first bytes of a packed file and how many there are, having checked all of them."""
-    head, n_bytes, told = b"", 0, 0
-    for piece in unpack(fd, packing, name):
-        if len(head) < SNIFF_BYTES:
-            head += piece.data[: SNIFF_BYTES - len(head)]
-        n_bytes += len(piece.data)
-        if n_bytes - told >= CHUNK_BYTES:
-            told = n_bytes
+    unpacker, stored_bytes, told = unpackers.take(path, packing, name, 0), path.stat().st_size, 0
+    head = unpacker.read(0, SNIFF_BYTES)
+    while (piece := unpacker.advance(unpacker.place)) is not None:
+        if unpacker.place - told >= CHUNK_BYTES:
+            told = unpacker.place
             yield Progress(f"unpacking {name}", piece.place, stored_bytes)
-    return head, n_bytes
+    unpackers.give(unpacker)
+    return head, unpacker.place
 
 
 def _settle_codec(head: bytes, codec: str) -> tuple[str, int]:
@@ -442,7 +455,7 @@ def _search_folder(
             )
             continue
         if (source.device, source.inode) in rules.held_out:
-            skipped.append((path, "held out"))
+            skipped.append((path, _HELD_OUT))
         elif not rules.raw and rules.codec not in WIDE and b"\0" in head:
             skipped.append((path, "binary: it holds NUL bytes"))
         else:

@@ -22,6 +22,10 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _JSON = json.JSONDecoder(parse_int=float)
 
 
+class NotJsonLines(UserError):
+    """A line that is not what JSON lines must be."""
+
+
 def mark_documents(
     corpus: Corpus,
     source: Source,
@@ -41,14 +45,16 @@ def mark_documents(
         first_line: Counts on which line the text begins.
 
     Raises:
-        UserError: a line is not what JSON lines must be; the message names file and line.
+        NotJsonLines: a line is not what JSON lines must be; the message names file and line.
     """
     if corpus.text_field is not None:
         yield from _from_json(source, chunks, corpus.text_field, corpus.errors, first_line)
     elif corpus.document_separator is not None:
         codec = source.codec if corpus.raw else "utf-8"
         separator = corpus.document_separator.encode(codec)
-        yield from _at_separators(chunks, separator, begin, character_unit(codec), is_end)
+        unit = character_unit(codec)
+        unsized_bytes = 1 if corpus.raw else character_unit(source.codec)
+        yield from _at_separators(chunks, separator, begin, unit, is_end, unsized_bytes)
     else:
         for chunk in chunks:
             yield chunk._replace(document_ends=_NO_OFFSETS, end_sizes=_NO_OFFSETS)
@@ -138,9 +144,12 @@ def select(chunks: Iterable[Chunk], every: int, part: Part) -> Iterator[Chunk]:
 
 
 def _at_separators(
-    chunks: Iterable[Chunk], separator: bytes, place: int, unit: int, is_end: bool
+    chunks: Iterable[Chunk], separator: bytes, place: int, unit: int, is_end: bool, unsized_bytes: int
 ) -> Iterator[Chunk]:
-    """Take separators out of the text and mark where they stood; their first bytes may end a chunk."""
+    """Take separators out of the text and mark where they stood; their first bytes may end a chunk.
+
+    Where sizes are not asked for, a byte of the separator took `unsized_bytes` in the file.
+    """
     rest = Chunk(b"", None, 0, 0)
     for chunk in chunks:
         data = join_chunks([rest, chunk]) if rest.text else chunk
@@ -151,8 +160,12 @@ def _at_separators(
         text = parts[0] if len(parts) == 1 else b"".join(parts)
         ends = np.cumsum(np.fromiter(map(len, parts), dtype=np.int64, count=len(parts)))[:-1]
         if data.sizes is None:
-            sizes, end_sizes, held = None, np.full(len(ends), len(separator), dtype=np.int64), None
-            n_held_bytes = n_held
+            sizes, end_sizes, held = (
+                None,
+                np.full(len(ends), unsized_bytes * len(separator), dtype=np.int64),
+                None,
+            )
+            n_held_bytes = unsized_bytes * n_held
         else:
             starts = ends + len(separator) * np.arange(len(ends))
             taken = (starts[:, None] + np.arange(len(separator))).ravel()
@@ -191,6 +204,27 @@ def _n_begun(text: bytes, separator: bytes) -> int:
     return next((n for n in range(longest, 0, -1) if text.endswith(separator[:n])), 0)
 
 
+def json_texts(
+    source: Source,
+    chunks: Iterable[Chunk],
+    field: str,
+    errors: Literal["strict", "replace"],
+    first_line: int,
+) -> Iterator[tuple[int, bytes]]:
+    """Yield the number of each line of JSON lines and the text of its field; blank lines have none."""
+    number, begun = first_line, b""
+
+    def refuse(fault: str) -> UserError:
+        return NotJsonLines(f"{source.place}: line {number:,} {fault}")
+
+    for chunk in (*chunks, Chunk(b"\n", None, 0, 0)):
+        *lines, begun = (begun + chunk.text).split(b"\n")
+        for line in lines:
+            if line and not line.isspace():
+                yield number, _text_of(line, field, errors, refuse)[0]
+            number += 1
+
+
 def _from_json(
     source: Source,
     chunks: Iterable[Chunk],
@@ -203,7 +237,7 @@ def _from_json(
     begun: list[bytes] = []  # of the line that is not whole yet
 
     def refuse(fault: str) -> UserError:
-        return UserError(f"{source.place}: line {first_line() + n_lines:,} {fault}")
+        return NotJsonLines(f"{source.place}: line {first_line() + n_lines:,} {fault}")
 
     def parse(lines: Sequence[bytes]) -> Iterator[bytes]:
         nonlocal n_lines, n_replaced

@@ -3,6 +3,7 @@
 import codecs
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -19,9 +20,8 @@ from txlcli.sources.chunk import (
     convert,
     join_chunks,
 )
-from txlcli.sources.corpus import CHUNK_BYTES, WIDE, Corpus, Source, Spaces, became_shorter
-from txlcli.sources.documents import Part, mark_documents, select, settle
-from txlcli.sources.unpack import unpack
+from txlcli.sources.corpus import CHUNK_BYTES, WIDE, Corpus, Source, became_shorter
+from txlcli.sources.documents import Part, character_unit, json_texts, mark_documents, select, settle
 
 PACKED = {
     b"\x1f\x8b": "a gzip file",
@@ -32,8 +32,13 @@ PACKED = {
     b"%PDF": "a PDF",
 }
 REPLACEMENT = "\ufffd"
-# Encodings whose characters do not stand for themselves: a change of state is written between them.
-_WITH_STATE = ("iso2022", "utf-7", "hz")
+# Encodings in which each character is written as it would be alone. A newline is one unit in them, and in
+# those of several bytes a character has none below 0x30 after its first.
+_STATELESS = re.compile(
+    r"utf-(8|16|32)|ascii|latin|iso8859|cp\d|koi8|mac|kz1048|ptcp154|tis|hp-roman|gb|big5|shift_jis|euc_|johab"
+)
+# How far back such a byte is looked for.
+_ANCHOR_BYTES = 1 << 16
 
 
 def read_text(corpus: Corpus, start: int, stop: int, *, part: Part = "all") -> Iterator[bytes]:
@@ -41,7 +46,8 @@ def read_text(corpus: Corpus, start: int, stop: int, *, part: Part = "all") -> I
 
     Both ends MUST stand at characters, as 0, `n_bytes` and `find_split` do. Raw bytes come as they are. The
     corpus' `newlines` and `spaces` are applied, also to raw bytes; separators of documents are left out.
-    A packed file is unpacked from its start up to `stop` whatever `start` is.
+    A packed file is unpacked from its start, unless another read has ended shortly before `start` or shortly
+    after it.
 
     Raises:
         UserError: a file cannot be read, has become shorter, is damaged, is no text in its encoding under
@@ -82,8 +88,6 @@ def read_documents(
     watch: Callable[[bytes], object] | None = None,
 ) -> Iterator[Chunk]:
     """Yield text with its documents, but not by the corpus' `newlines` and `spaces` yet."""
-    # What a newline or a separator took in the file is known by its size only.
-    sized = sized or corpus.newlines == "drop"
     if not corpus.has_documents:
         return _read_files(corpus, start, stop, sized, watch)
     return settle(_gather(_read_files(corpus, start, stop, sized, watch)))
@@ -92,32 +96,102 @@ def read_documents(
 def by_conventions(corpus: Corpus, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
     """Apply the corpus' `newlines` and `spaces`, and put small chunks together."""
     if corpus.newlines == "drop":
-        chunks = _without_newlines(chunks, corpus.spaces)
+        chunks = _without_newlines(chunks, corpus)
     elif corpus.spaces != "keep":
         chunks = (chunk._replace(text=convert(chunk.text, "keep", corpus.spaces)) for chunk in chunks)
     # Documents may have lost all their text.
     yield from _gather(settle(chunks) if corpus.has_documents else chunks)
 
 
+def find_place(corpus: Corpus, start: int, stop: int, offset: int, *, part: Part = "all") -> tuple[str, str]:
+    """Name the file, and the place in it, of byte `offset` of the text that `read_text` gives.
+
+    The place is a byte of the file, `byte 12`; in JSON lines, whose text has escapes, it is a line, `line 3`.
+
+    Raises:
+        UserError: as `read_text`.
+    """
+    unit = "byte" if corpus.text_field is None else "line"
+    n_documents, is_open = 0, False  # those ended so far; there is text since
+    for source, text, places, is_end in _segments(corpus, start, stop):
+        is_held_out = corpus.valid_every is not None and (n_documents + 1) % corpus.valid_every == 0
+        if part == "all" or is_held_out == (part == "valid"):
+            kept = np.delete(places, _newlines(text)) if corpus.newlines == "drop" else places
+            if offset < len(kept):
+                return source.place, f"{unit} {kept[offset]}"
+            offset -= len(kept)
+        is_open = is_open or len(text) > 0
+        if is_end and is_open:
+            n_documents, is_open = n_documents + 1, False
+    raise AssertionError("beyond the text")
+
+
+def _segments(
+    corpus: Corpus, start: int, stop: int
+) -> Iterator[tuple[Source, bytes, npt.NDArray[np.int64], bool]]:
+    """Yield text with its file, the place of each byte of it, and whether a document ends with it."""
+    for source, lo, hi in _ranges(corpus, start, stop):
+        chunks = _read_file(corpus, source, lo, hi, True, None)
+        if corpus.text_field is not None:
+            first_line = _line_of(source, lo)
+            for line, text in json_texts(source, chunks, corpus.text_field, corpus.errors, first_line):
+                yield source, text, np.full(len(text), line), True
+            continue
+        place = max(lo, source.n_mark)
+        if corpus.has_documents:
+            chunks = mark_documents(corpus, source, chunks, lo, hi == source.n_bytes, lambda: 1)
+        for chunk in chunks:
+            sizes = np.zeros(0, dtype=np.int64) if chunk.sizes is None else chunk.sizes.astype(np.int64)
+            ends = [] if chunk.document_ends is None else chunk.document_ends.tolist()
+            end_sizes = [] if chunk.end_sizes is None else chunk.end_sizes.tolist()
+            begin = 0
+            for end, end_size in [*zip(ends, end_sizes, strict=True), (len(chunk.text), None)]:
+                some = sizes[begin:end]
+                yield source, chunk.text[begin:end], place + np.cumsum(some) - some, end_size is not None
+                place += int(some.sum()) + (end_size or 0)
+                begin = end
+
+
 def _read_files(
     corpus: Corpus, start: int, stop: int, sized: bool, watch: Callable[[bytes], object] | None
 ) -> Iterator[Chunk]:
+    for source, lo, hi in _ranges(corpus, start, stop):
+        chunks = _read_file(corpus, source, lo, hi, sized, watch)
+        if corpus.has_documents:
+            chunks = mark_documents(
+                corpus, source, chunks, lo, hi == source.n_bytes, functools.partial(_line_of, source, lo)
+            )
+        yield from chunks
+
+
+def _ranges(corpus: Corpus, start: int, stop: int) -> Iterator[tuple[Source, int, int]]:
+    """Yield the files between two bytes of the corpus, each with the bytes of its own."""
     base = 0
     for source in corpus.sources:
         lo, hi = max(start - base, 0), min(stop - base, source.n_bytes)
         base += source.n_bytes
         if lo < hi:
-            is_utf8 = source.codec == "utf-8"
-            read = _read_raw if corpus.reads_bytes else _read_utf8 if is_utf8 else _read_encoded
-            # Where bytes of text are not those of the file, only sizes tell what a separator took.
-            is_changed = not corpus.reads_bytes and not (is_utf8 and corpus.errors == "strict")
-            is_sized = sized or (is_changed and corpus.has_documents)
-            chunks = read(source, lo, hi, corpus.errors, is_sized, watch)
-            if corpus.has_documents:
-                chunks = mark_documents(
-                    corpus, source, chunks, lo, hi == source.n_bytes, functools.partial(_line_of, source, lo)
-                )
-            yield from chunks
+            yield source, lo, hi
+
+
+def _read_file(
+    corpus: Corpus, source: Source, lo: int, hi: int, sized: bool, watch: Callable[[bytes], object] | None
+) -> Iterator[Chunk]:
+    is_utf8 = source.codec == "utf-8"
+    read = _read_raw if corpus.reads_bytes else _read_utf8 if is_utf8 else _read_encoded
+    is_changed = not corpus.reads_bytes and not (is_utf8 and corpus.errors == "strict")
+    is_sized = sized or (is_changed and _needs_sizes(corpus, source))
+    return read(source, lo, hi, corpus.errors, is_sized, watch)
+
+
+def _needs_sizes(corpus: Corpus, source: Source) -> bool:
+    """Say whether only sizes tell what parts of the text took in a file that is no UTF-8."""
+    if not _STATELESS.match(source.codec):
+        return corpus.has_documents or corpus.newlines == "drop"
+    if corpus.valid_every is not None:
+        return True
+    separator = corpus.document_separator
+    return corpus.text_field is not None or (separator is not None and not separator.isascii())
 
 
 def _gather(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
@@ -137,26 +211,49 @@ def _gather(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
         yield join_chunks(waiting)
 
 
-def _without_newlines(chunks: Iterable[Chunk], spaces: Spaces) -> Iterator[Chunk]:
+def _without_newlines(chunks: Iterable[Chunk], corpus: Corpus) -> Iterator[Chunk]:
+    """Leave newlines out; where sizes are not asked for, what they took counts as skipped."""
+    is_utf8 = corpus.reads_bytes or corpus.text_field is not None
+    newline_bytes = 1 if is_utf8 else character_unit(corpus.encoding)
     n_waiting = 0  # left out since the last byte of text
     for chunk in chunks:
-        assert chunk.sizes is not None
-        newlines = np.flatnonzero(np.frombuffer(chunk.text, dtype=np.uint8) == ord("\n"))
-        n_kept = len(chunk.text) - len(newlines)
-        left_out = np.zeros(n_kept + 1, dtype=np.int64)
+        ends, end_sizes = chunk.document_ends, chunk.end_sizes
+        text = convert(chunk.text, "drop", corpus.spaces)
+        if chunk.sizes is None:
+            n_bytes = newline_bytes * (len(chunk.text) - len(text))
+            n_waiting += n_bytes
+            if text or ends is not None:
+                n_last = (
+                    newline_bytes * (len(chunk.text) - len(chunk.text.rstrip(b"\n"))) if text else n_waiting
+                )
+                if ends is not None and len(ends):
+                    ends = ends - np.searchsorted(_newlines(chunk.text), ends)
+                yield chunk._replace(
+                    text=text,
+                    source_bytes=chunk.source_bytes - n_bytes,
+                    document_ends=ends,
+                    skipped_bytes=chunk.skipped_bytes + n_waiting - n_last,
+                )
+                n_waiting = n_last
+            continue
+        newlines = _newlines(chunk.text)
+        left_out = np.zeros(len(text) + 1, dtype=np.int64)
         np.add.at(left_out, newlines - np.arange(len(newlines)), chunk.sizes[newlines])
         left_out[0] += n_waiting
         n_waiting = int(left_out[-1])
-        ends, end_sizes = chunk.document_ends, chunk.end_sizes
-        if n_kept or ends is not None:
+        if text or ends is not None:
             sizes = np.delete(chunk.sizes, newlines)
             yield chunk._replace(
-                text=convert(chunk.text, "drop", spaces),
+                text=text,
                 sizes=sizes,
                 source_bytes=int(sizes.sum()) + (0 if end_sizes is None else int(end_sizes.sum())),
                 left_out=left_out[:-1],
                 document_ends=None if ends is None else ends - np.searchsorted(newlines, ends),
             )
+
+
+def _newlines(text: bytes) -> npt.NDArray[np.intp]:
+    return np.flatnonzero(np.frombuffer(text, dtype=np.uint8) == ord("\n"))
 
 
 def find_split(corpus: Corpus, wanted: int) -> int:
@@ -262,50 +359,45 @@ def _starts(corpus: Corpus, source: Source, lo: int) -> Iterator[int]:
 def _read_blocks(
     source: Source, lo: int, hi: int, watch: Callable[[bytes], object] | None = None
 ) -> Iterator[bytes]:
+    read = _stored_blocks if source.packing == "none" else _unpacked_blocks
     try:
-        fd = files.open_regular(source.path)
-    except UserError as error:
-        raise UserError(str(error).replace(str(source.path), source.name, 1)) from error
-    try:
-        read = _stored_blocks if source.packing == "none" else _unpacked_blocks
-        for block in read(fd, source, lo, hi):
+        for block in read(source, lo, hi):
             if watch is not None:
                 watch(block)
             yield block
     except OSError as error:
         raise UserError(f"{source.name}: cannot be read; {files.describe_error(error)}") from error
+
+
+def _stored_blocks(source: Source, lo: int, hi: int) -> Iterator[bytes]:
+    try:
+        fd = files.open_regular(source.path)
+    except UserError as error:
+        raise UserError(str(error).replace(str(source.path), source.name, 1)) from error
+    try:
+        while lo < hi:
+            block = files.read_at(fd, min(CHUNK_BYTES, hi - lo), lo)
+            if not block:
+                raise became_shorter(source, os.fstat(fd).st_size)
+            lo += len(block)
+            yield block
     finally:
         os.close(fd)
 
 
-def _stored_blocks(fd: int, source: Source, lo: int, hi: int) -> Iterator[bytes]:
-    while lo < hi:
-        block = files.read_at(fd, min(CHUNK_BYTES, hi - lo), lo)
-        if not block:
-            raise became_shorter(source, os.fstat(fd).st_size)
-        lo += len(block)
-        yield block
-
-
-def _unpacked_blocks(fd: int, source: Source, lo: int, hi: int) -> Iterator[bytes]:
-    place, parts, n_waiting = 0, [], 0
-    for piece in unpack(fd, source.packing, source.name):
-        if place >= hi:
-            break
-        data = piece.data[max(lo - place, 0) : hi - place]
-        place += len(piece.data)
-        parts.append(data)
-        n_waiting += len(data)
-        if n_waiting >= CHUNK_BYTES:
-            joined = b"".join(parts)
-            n_whole = len(joined) // CHUNK_BYTES * CHUNK_BYTES
-            for start in range(0, n_whole, CHUNK_BYTES):
-                yield joined[start : start + CHUNK_BYTES]
-            parts, n_waiting = [joined[n_whole:]], len(joined) - n_whole
-    if n_waiting:
-        yield b"".join(parts)
-    if place < hi:
-        raise became_shorter(source, os.fstat(fd).st_size)
+def _unpacked_blocks(source: Source, lo: int, hi: int) -> Iterator[bytes]:
+    unpacker = source.unpackers.take(source.path, source.packing, source.name, lo)
+    try:
+        while lo < hi:
+            block = unpacker.read(lo, min(lo + CHUNK_BYTES, hi))
+            if not block:
+                raise became_shorter(source, source.path.stat().st_size)
+            lo += len(block)
+            yield block
+    except GeneratorExit:
+        source.unpackers.give(unpacker)
+        raise
+    source.unpackers.give(unpacker)
 
 
 def _read_raw(
@@ -359,25 +451,30 @@ def _check_utf8(source: Source, place: int, data: bytes, errors: str, sized: boo
 def _read_encoded(
     source: Source, lo: int, hi: int, errors: str, sized: bool, watch: Callable[[bytes], object] | None
 ) -> Iterator[Chunk]:
-    """Decode from the file's start, since an encoding may carry state; yield from `lo` on."""
+    """Decode, from the file's start where an encoding carries state, and yield from `lo` on."""
     decoder = codecs.getincrementaldecoder(source.codec)(errors)
     place = source.n_mark
     if lo < place:
         for block in _read_blocks(source, lo, min(place, hi), watch):
             lo += len(block)
+    if _STATELESS.match(source.codec):
+        place = max(lo, place)
     for block in _read_blocks(source, place, lo):
         _decode(decoder, block, source, place, final=False)
         place += len(block)
-    taken = 0
+    is_stateless = _STATELESS.match(source.codec) is not None
+    taken = n_read = 0  # bytes since the last character; since the last chunk
     lengths = np.zeros(sys.maxunicode + 1, dtype=np.uint8)
     for block in _read_blocks(source, place, hi, watch):
         state = decoder.getstate()
         final = place + len(block) == source.n_bytes
-        text = _decode(decoder, block, source, place, final=final)
+        text, in_utf8 = _decode(decoder, block, source, place, final=final)
         place += len(block)
-        n_replaced, source_bytes, spread = 0, len(block), None
+        n_read += len(block)
+        after = decoder.getstate()
+        n_waiting = len(after[0]) if is_stateless else 0
+        n_replaced, source_bytes, spread = 0, n_read - n_waiting, None
         if sized or (errors == "replace" and REPLACEMENT in text):
-            after = decoder.getstate()
             # After bytes that were wrong more may be taken than wait in the decoder.
             is_regular = taken == len(state[0])
             known = _look_up(source.codec, text, state, after, block, lengths) if is_regular else None
@@ -391,9 +488,12 @@ def _read_encoded(
                 points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
                 n_replaced = int(sizes[points == ord(REPLACEMENT)].sum())
             if sized:
-                spread, source_bytes = _spread(text.encode(), sizes), int(sizes.sum())
+                spread, source_bytes = _spread(in_utf8, sizes), int(sizes.sum())
+        else:
+            taken = len(after[0])
         if text:
-            yield Chunk(text.encode(), spread, source_bytes, n_replaced)
+            yield Chunk(in_utf8, spread, source_bytes, n_replaced)
+            n_read = n_waiting
 
 
 class _Measured(NamedTuple):
@@ -416,7 +516,7 @@ def _look_up(
 
     `before` and `after` are the decoder's states around the block; `lengths` keeps what is known.
     """
-    if codec.startswith(_WITH_STATE):
+    if not _STATELESS.match(codec):
         return None
     data = before[0] + block
     data = data[: len(data) - len(after[0])]
@@ -461,17 +561,17 @@ def _spread(text: bytes, sizes: Sizes) -> Sizes:
 
 def _decode(
     decoder: codecs.IncrementalDecoder, block: bytes, source: Source, place: int, *, final: bool
-) -> str:
+) -> tuple[str, bytes]:
+    """Return a block's text, also in UTF-8."""
     try:
         text = decoder.decode(block, final)
-        text.encode()
+        return text, text.encode()
     except UnicodeDecodeError as error:
         # What the decoder still held stands before the block in the bytes that it complains of.
         start = place + len(block) - len(error.object) + error.start
         raise _not_text(source, start, error.object[error.start : error.end]) from None
     except UnicodeError as error:
         raise UserError(f"{source.place}: not {source.codec} after byte {place}; {error}") from error
-    return text
 
 
 def _align_utf8(source: Source, place: int) -> int:
@@ -486,7 +586,7 @@ def _align_encoded(source: Source, place: int) -> int:
     # Replacing, so that raw bytes and text of the same file are split at the same place.
     decoder = codecs.getincrementaldecoder(source.codec)("replace")
     try:
-        for block in _read_blocks(source, 0, place):
+        for block in _read_blocks(source, _certain_start(source, place), place):
             decoder.decode(block)
         for block in _read_blocks(source, place, source.n_bytes):
             for index in range(len(block)):
@@ -497,6 +597,20 @@ def _align_encoded(source: Source, place: int) -> int:
     except UnicodeError:
         return place
     return place
+
+
+def _certain_start(source: Source, place: int) -> int:
+    """Return a byte at or before `place` from which on a file decodes as it does from its start."""
+    if not _STATELESS.match(source.codec):
+        return 0
+    unit = character_unit(source.codec)
+    if unit > 1:
+        # Some units suffice: of those before a character has two at most.
+        return max(place // unit - 64, 0) * unit
+    begin = max(place - _ANCHOR_BYTES, 0)
+    window = np.frombuffer(b"".join(_read_blocks(source, begin, place)), dtype=np.uint8)
+    anchors = np.flatnonzero(window < 0x30)
+    return begin + int(anchors[-1]) + 1 if len(anchors) else 0
 
 
 def _not_text(source: Source, place: int, bad: bytes) -> UserError:

@@ -2,9 +2,12 @@
 
 import bz2
 import lzma
+import os
 import re
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from txlcli import UserError, files
@@ -19,6 +22,11 @@ ZSTD_SLICE_BYTES = 1 << 10
 # What a stream may ask for; `xz -9` needs 65 MiB, the format allows 4 GiB. zstd stops at 128 MiB by itself.
 XZ_MEMORY_BYTES = 1 << 29
 MAGIC_BYTES = 10
+# Unpacked bytes that stay, to be read again. The text held out by default, and what of the rest is looked
+# through for a place to begin it, lie in so many at the end.
+KEPT_BYTES = 11 << 20
+# Files, or places in one, that stay open.
+MAX_OPEN = 2
 
 _REMEDY = "give the whole file as it was packed"
 
@@ -100,6 +108,100 @@ def unpack(fd: int, packing: Packing, name: str) -> Iterator[Piece]:
             yield Piece(out, place - len(data))
         if member.is_ended:
             member = None
+
+
+class Unpacker:
+    """Reads a packed file forwards, and somewhat back: its last `KEPT_BYTES` stay.
+
+    Attributes:
+        path: The file.
+        place: How far it is unpacked.
+    """
+
+    def __init__(self, path: Path, packing: Packing, name: str) -> None:
+        self.path, self.place = path, 0
+        self._kept: deque[bytearray] = deque()
+        self._n_kept = 0
+        self._pieces = _unpack_file(path, packing, name)
+        self._status = path.stat()
+
+    @property
+    def start(self) -> int:
+        """The first byte that can still be read."""
+        return self.place - self._n_kept
+
+    def advance(self, needed: int) -> Piece | None:
+        """Unpack and return one piece more, and keep what comes from byte `needed` on; None: the file ends.
+
+        Raises:
+            UserError: as `unpack`.
+            OSError: the file cannot be read.
+        """
+        piece = next(self._pieces, None)
+        if piece is not None:
+            # Many small streams may follow one another.
+            if not self._kept or len(self._kept[-1]) + len(piece.data) > PIECE_BYTES:
+                self._kept.append(bytearray())
+            self._kept[-1] += piece.data
+            self._n_kept += len(piece.data)
+            self.place += len(piece.data)
+            while (
+                self._n_kept - len(self._kept[0]) >= KEPT_BYTES and self.start + len(self._kept[0]) <= needed
+            ):
+                self._n_kept -= len(self._kept.popleft())
+        return piece
+
+    def read(self, lo: int, hi: int) -> bytes:
+        """Return the bytes `lo`, at least `start`, to `hi`; fewer only where the file ends."""
+        while self.place < hi and self.advance(lo) is not None:
+            pass
+        parts, end = [], self.place
+        for block in reversed(self._kept):
+            begin = end - len(block)
+            if begin < hi:
+                parts.append(memoryview(block)[max(lo - begin, 0) : hi - begin])
+            if begin <= lo:
+                break
+            end = begin
+        return b"".join(reversed(parts))
+
+    def is_current(self) -> bool:
+        """Say whether the file is still the one that was opened."""
+        before, now = self._status, self.path.stat()
+        marks = ("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
+        return all(getattr(before, mark) == getattr(now, mark) for mark in marks)
+
+
+def _unpack_file(path: Path, packing: Packing, name: str) -> Iterator[Piece]:
+    fd = files.open_regular(path)
+    try:
+        yield from unpack(fd, packing, name)
+    finally:
+        os.close(fd)
+
+
+class Unpackers:
+    """Keeps a few packed files open between reads, so that one goes on where another has ended."""
+
+    def __init__(self) -> None:
+        self._idle: list[Unpacker] = []
+
+    def take(self, path: Path, packing: Packing, name: str, lo: int) -> Unpacker:
+        """Return the one that comes to byte `lo` soonest, for the caller alone; a new one where none can.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        able = [one for one in self._idle if one.path == path and one.start <= lo and one.is_current()]
+        if not able:
+            return Unpacker(path, packing, name)
+        best = max(able, key=lambda one: one.place)
+        self._idle.remove(best)
+        return best
+
+    def give(self, unpacker: Unpacker) -> None:
+        """Keep one for later, in place of that which was not used for longest."""
+        self._idle = [*self._idle, unpacker][-MAX_OPEN:]
 
 
 class _Member(Protocol):

@@ -12,13 +12,16 @@ class OutsideVocabulary(UserError):
         remedy: What text the vocabulary takes.
     """
 
-    def __init__(self, symbol: str, offset: int, remedy: str, place: str = "text") -> None:
-        super().__init__(f"{place}: not in the vocabulary; got {symbol} at byte {offset}; {remedy}")
+    def __init__(
+        self, symbol: str, offset: int, remedy: str, place: str = "text", where: str | None = None
+    ) -> None:
+        where = where or f"byte {offset}"
+        super().__init__(f"{place}: not in the vocabulary; got {symbol} at {where}; {remedy}")
         self.symbol, self.offset, self.remedy = symbol, offset, remedy
 
-    def at(self, place: str, offset: int) -> "OutsideVocabulary":
-        """Say it of a place that the user knows."""
-        return OutsideVocabulary(self.symbol, offset, self.remedy, place)
+    def at(self, place: str, where: str) -> "OutsideVocabulary":
+        """Say it of a place that the user knows, such as a file and `byte 12` in it."""
+        return OutsideVocabulary(self.symbol, self.offset, self.remedy, place, where)
 
 
 def shown(symbol: str) -> str:

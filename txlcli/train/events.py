@@ -38,7 +38,7 @@ class Notice:
 
 @dataclass(frozen=True)
 class Found:
-    """The texts of a run that is only planned.
+    """The texts of a run.
 
     Attributes:
         corpus: What is learned from, and what was skipped.
@@ -59,7 +59,7 @@ class PlanSummary:
 
     Attributes:
         corpus: The corpus as the user named it.
-        n_bytes: Bytes of the corpus, held-out part included.
+        found: The corpus, its documents, and what is held out of it or beside it.
         n_train_tokens: Tokens that the model learns from.
         n_valid_tokens: Held-out tokens; 0: nothing is held out.
         tokenizer: Kind of vocabulary.
@@ -79,7 +79,7 @@ class PlanSummary:
     """
 
     corpus: tuple[str, ...]
-    n_bytes: int
+    found: Found
     n_train_tokens: int
     n_valid_tokens: int
     tokenizer: str
@@ -96,6 +96,11 @@ class PlanSummary:
     last_eval_tokens: int
     config: Config
     settings: Settings
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the corpus, held-out part included."""
+        return self.found.corpus.n_bytes
 
     @property
     def steps(self) -> int:

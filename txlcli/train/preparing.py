@@ -337,6 +337,11 @@ class _Texts:
     origin: Origin
     stores: tuple[StoredRun, ...]
 
+    @property
+    def found(self) -> Found:
+        """What was found, as an event tells it."""
+        return Found(self.corpus, self.survey, self.valid, self.test)
+
     def read_train(self) -> Iterator[bytes]:
         """Read what is learned from."""
         for chunk in self._read_train():
@@ -405,7 +410,7 @@ def _prepare(request: _Request, place: _Place, stack: ExitStack) -> Generator[Ev
     if measured is not None and budget is not None:
         yield from _told_compile_time(measured, budget)
     expected_s = None if measured is None else _expected_s(config, planned, facts, measured)
-    yield Planned(_summarize(config, planned, texts.corpus, info, tokenizer, request.device, expected_s))
+    yield Planned(_summarize(config, planned, texts.found, info, tokenizer, request.device, expected_s))
     if is_dry:
         yield _first_line(texts, tokenizer)
         return None
@@ -514,9 +519,10 @@ def _find_texts(request: _Request, place: _Place, stack: ExitStack) -> Generator
     found = yield from _survey(request, corpus, origin, stores, fraction, bound)
     for text in found.notices:
         yield Notice(text)
+    texts = _Texts(run, corpus, found, valid, test, origin, stores)
     if place.is_dry:
-        yield Found(corpus, found, valid, test)
-    return _Texts(run, corpus, found, valid, test, origin, stores)
+        yield texts.found
+    return texts
 
 
 def _with_copy(paths: tuple[str, ...], copy: Path) -> tuple[str, ...]:
@@ -740,7 +746,7 @@ def _encode(request: _Request, texts: _Texts, tokenizer: Tokenizer) -> Generator
 def _summarize(
     config: Config,
     settings: Settings,
-    corpus: Corpus,
+    found: Found,
     info: StoreInfo,
     tokenizer: Tokenizer,
     device: torch.device,
@@ -755,7 +761,7 @@ def _summarize(
     is_whole = last_eval_is_whole(valid, steps * (train - 1) // per_epoch)
     return PlanSummary(
         corpus=config.data.corpus,
-        n_bytes=corpus.n_bytes,
+        found=found,
         n_train_tokens=train,
         n_valid_tokens=valid,
         tokenizer=tokenizer.kind,
