@@ -34,7 +34,7 @@ from txlcli.checkpoint import (
     load_weights,
     save_checkpoint,
 )
-from txlcli.config import Config, ModelConfig, dump
+from txlcli.config import Config, DataConfig, ModelConfig, dump
 from txlcli.model import TransformerXL
 from txlcli.run import Pointers, Run, choose_checkpoint, list_checkpoints, write_pointers
 from txlcli.tokenizer import build_tokenizer
@@ -139,7 +139,8 @@ def test_a_model_comes_back_bit_for_bit(run: Run, which: str) -> None:
 )
 def test_every_kind_of_model_comes_back(run: Run, config: ModelConfig) -> None:
     model = TransformerXL(config, TOKENIZER.n_vocab)
-    run.config_path.write_text(dump(Config(model=config)), encoding="utf-8")
+    whole = Config(model=config, data=DataConfig(document_per_file=config.reset_memory_at_documents))
+    run.config_path.write_text(dump(whole), encoding="utf-8")
     save(run, model, 3, metadata=describe_weights(config, TOKENIZER))
     for name, tensor in load_model(run).model.state_dict().items():
         assert torch.equal(tensor, model.state_dict()[name])
@@ -390,7 +391,8 @@ def test_settings_that_an_older_file_does_not_name_have_their_defaults(run: Run)
     [
         ("d_attic", 3, "unknown setting `d_attic` in `model`"),
         ("d_model", "wide", "model.d_model: must be a whole number of at least 2"),
-        ("d_model", 10**400, "model.d_model: must be a whole number of at least 2"),
+        ("d_model", 10**39, "model.d_model: must be a whole number from 2 to 1000000"),
+        ("d_model", 10**400, "damaged, not valid JSON; a whole number of more than 40 digits"),
         ("cutoffs", [5, 3], "model.cutoffs: must be ascending whole numbers"),
         ("cutoffs", [[]], "model.cutoffs: must be ascending whole numbers"),
         ("div_val", 1000, "written for div_val 1000, config.yaml says 1"),
