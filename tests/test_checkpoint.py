@@ -391,7 +391,7 @@ def test_settings_that_an_older_file_does_not_name_have_their_defaults(run: Run)
     [
         ("d_attic", 3, "unknown setting `d_attic` in `model`"),
         ("d_model", "wide", "model.d_model: must be a whole number of at least 2"),
-        ("d_model", 10**39, "model.d_model: must be a whole number from 2 to 1000000"),
+        ("d_model", 10**39, "model.d_model: must be a whole number of at least 2 and at most 1000000; got"),
         ("d_model", 10**400, "damaged, not valid JSON; a whole number of more than 40 digits"),
         ("cutoffs", [5, 3], "model.cutoffs: must be ascending whole numbers"),
         ("cutoffs", [[]], "model.cutoffs: must be ascending whole numbers"),
