@@ -811,7 +811,8 @@ def test_the_place_in_a_packed_file_is_one_of_what_it_holds(tmp_path: Path) -> N
     assert find_place(find_corpus([name]), 5, 500, 7) == (f"{name} (unpacked)", "byte 12")
 
 
-def test_unpacking_tells_how_far_it_is(tmp_path: Path) -> None:
+def test_unpacking_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("txlcli.sources.corpus.CHUNK_BYTES", 1 << 20)
     name = write(tmp_path, lzma.compress(os.urandom(3 << 20)))
     *progress, corpus = search_corpus([name], raw=True)
     assert isinstance(corpus, Corpus)
