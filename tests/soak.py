@@ -2,9 +2,9 @@
 
     python -m tests.soak --minutes 40
 
-A training through the command line evaluates, saves and deletes checkpoints about once a second. Beside it a
-reader loads `last` and `best` of that run again and again, scores the held-out text, continues a prompt, and
-now and then calls the commands that read runs. It stops at the first thing that does not fit:
+A training through the command line evaluates, saves and deletes checkpoints more than once a second. Beside
+it a reader loads `last` and `best` of that run again and again, scores the held-out text, continues a prompt,
+and now and then calls the commands that read runs. It stops at the first thing that does not fit:
 
 - a load or a command that fails, or that has to tell of damage;
 - a step that metrics.jsonl has not saved; a best that was not better than all before it; a last that is
@@ -24,6 +24,7 @@ pytest itself; `make soak` runs it, and `tests/test_soak.py` tests the compariso
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -35,8 +36,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from txlcli import UserError
@@ -66,11 +68,13 @@ FLAGS = [
         32,
     ),
     *("--batch-size", 8, "--optimizer", "adamw", "--dropout", 0.1, "--device", "cpu", "--precision", "fp32"),
-    *("--threads", 1, "--steps", 100_000_000, "--warmup", 10, "--log-every", 10, "--keep", KEEP),
+    *("--threads", 1, "--steps", 100_000_000, "--warmup", 10, "--log-every", 5, "--keep", KEEP),
     # So small a rate that evaluations are better than those before to the end: then each moves `best`.
-    *("--lr", 1e-5, "--eval-every", 100, "--save-every", 70),
+    *("--lr", 1e-5, "--eval-every", 50, "--save-every", 35),
 ]
 RESUMED_STEPS = 250
+END_S = 60
+"""Within which a process ends that is asked to."""
 PROMPT = "the "
 PASSES_A_COMMAND = 25
 """Readings by the Python interface between two by a command, which takes seconds to start."""
@@ -98,8 +102,8 @@ class Sample(NamedTuple):
     n_handles: int
     cpu_s: float
     """Since the process began."""
-    tokens: int = 0
-    """Trained on since the run began."""
+    tokens: int | None = None
+    """Trained on since the run began; None: this process trains nothing."""
 
 
 class Row(NamedTuple):
@@ -111,7 +115,7 @@ class Row(NamedTuple):
     fault: str | None
 
 
-def measure(pid: int, tokens: int = 0) -> Sample:
+def measure(pid: int, tokens: int | None = None) -> Sample:
     """Measure a process."""
     process = Path(f"/proc/{pid}")
     status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
@@ -133,8 +137,8 @@ def compare(name: str, samples: Sequence[Sample]) -> list[Row]:
         samples: At even distances, at least 9.
 
     Returns:
-        Memory, open files and, if tokens were counted, speed. Memory is the median. Files are the fewest at
-        any time: some are always opened for a moment, and one that is never closed raises these.
+        Memory, open files and, if tokens were counted, speed: the medians of memory and of the speeds between
+        two samples, and the fewest files at any time, since one that is never closed raises those too.
     """
     after = samples[round(WARM_UP * len(samples)) :]
     n_quarter = len(after) // 4
@@ -151,14 +155,19 @@ def compare(name: str, samples: Sequence[Sample]) -> list[Row]:
         row("memory", "MiB", (memory[0], memory[1]), "grew" if memory[1] > MOST_MEMORY * memory[0] else None),
         row("open files", "at least", (handles[0], handles[1]), "grew" if handles[1] > handles[0] else None),
     ]
-    if samples[-1].tokens:
-        speed = [
-            (quarter[-1].tokens - quarter[0].tokens) / max(quarter[-1].cpu_s - quarter[0].cpu_s, 1e-9)
-            for quarter in (first, last)
-        ]
+    if samples[0].tokens is not None:
+        speed = [statistics.median(_speeds(quarter)) for quarter in (first, last)]
         is_slower = speed[1] < LEAST_SPEED * speed[0]
         rows.append(row("speed", "tokens/CPU s", (speed[0], speed[1]), "fell" if is_slower else None))
     return rows
+
+
+def _speeds(samples: Sequence[Sample]) -> Iterator[float]:
+    """Yield tokens per CPU second between each two samples."""
+    for before, after in itertools.pairwise(samples):
+        assert before.tokens is not None
+        assert after.tokens is not None
+        yield (after.tokens - before.tokens) / max(after.cpu_s - before.cpu_s, 1e-9)
 
 
 # metrics.jsonl
@@ -401,25 +410,34 @@ def soak(folder: Path, minutes: float) -> Iterator[Row]:
             with started(reading, **pipes) as reader:
                 samples = _watch(run, trainer, reader, printed, minutes)
                 trainer.send_signal(signal.SIGINT)
-                code = trainer.wait(timeout=60)
+                code = _await(trainer, "training")
                 if code != 128 + signal.SIGINT:
-                    raise Wrong(
-                        f"training: interrupted, it ended with {code}; {last_line(printed.read_text())}"
-                    )
-                said = reader.communicate(timeout=60)[0]
-                if reader.returncode:
-                    raise Wrong(f"reading: {last_line(said)}")
-                say(said.strip())
+                    raise Wrong(f"training: interrupted, ended with {code}; {last_line(printed.read_text())}")
+                assert reader.stdin is not None
+                assert reader.stdout is not None
+                reader.stdin.close()
+                code, said = _await(reader, "reading"), last_line(reader.stdout.read())
+                if code:
+                    raise Wrong(f"reading: {said}")
+                say(said)
     for name, taken in samples.items():
         yield from compare(name, taken)
     _resume(run)
+
+
+def _await(process: "subprocess.Popen[str]", name: str) -> int:
+    """Wait for the end of a process that was asked to end; return its exit code."""
+    try:
+        return process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        raise Wrong(f"{name}: asked to end, still there after {END_S} s") from None
 
 
 def _watch(
     run: Run, trainer: "subprocess.Popen[str]", reader: "subprocess.Popen[str]", printed: Path, minutes: float
 ) -> dict[str, list[Sample]]:
     end = time.monotonic() + 60 * minutes
-    pause_s = min(60 * minutes / 120, 5.0)
+    pause_s = min(max(60 * minutes / 120, 1.0), 5.0)
     samples: dict[str, list[Sample]] = {"training": [], "reading": []}
     while time.monotonic() < end:
         time.sleep(pause_s)
@@ -427,8 +445,10 @@ def _watch(
         if reader.poll() is not None:
             assert reader.stdout is not None
             raise Wrong(f"reading: {last_line(reader.stdout.read())}")
-        samples["training"].append(measure(trainer.pid, trained_tokens(run)))
-        samples["reading"].append(measure(reader.pid))
+        tokens = trained_tokens(run)
+        with suppress(OSError, KeyError):  # one that has just ended has no memory; said at the next look
+            samples["training"].append(measure(trainer.pid, tokens))
+            samples["reading"].append(measure(reader.pid))
     return samples
 
 
@@ -472,19 +492,26 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
+def _end(number: int, frame: FrameType | None) -> None:
+    """Let the blocks that are open end processes and remove files, which a second signal must not cut."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=40.0, help="how long; at least 0.5 [default: 40]")
+    parser.add_argument("--minutes", type=float, default=40.0, help="how long; at least 1 [default: 40]")
     parser.add_argument("--read", metavar="RUN", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.read is not None:
         return read_until_told(Run(asked.read))
-    if not asked.minutes >= 0.5:
-        parser.error(f"--minutes: must be 0.5 or more; got {asked.minutes:g}")
+    if not asked.minutes >= 1:
+        parser.error(f"--minutes: must be 1 or more; got {asked.minutes:g}")
     if not Path("/proc/self/fd").is_dir():
         parser.error("needs Linux, whose /proc it reads")
-    # As Ctrl-C: what is open is closed, and no process is left.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _end)
     try:
         with tempfile.TemporaryDirectory(prefix="txl-soak-") as folder:
             rows = []
