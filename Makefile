@@ -3,10 +3,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+MINUTES ?= 40
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long format lint types losses
+.PHONY: help demo test test-long soak format lint types losses
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -20,8 +21,14 @@ demo: $(INSTALLED) demo/corpus.txt ## Train two minutes on Python's own library,
 test: lint types ## Check everything that must hold: format, lint, types, tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
-test-long: lint types demo ## Check it with the slow tests, new random examples and the demo (by hand)
+# One after the other: the soak measures speed.
+test-long: lint types ## Check it with the slow tests, new random examples, the soak and the demo (hours, by hand)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "slow or not slow" --hypothesis-profile=long
+	$(MAKE) soak
+	$(MAKE) demo
+
+soak: $(INSTALLED) ## Train and read one run at once, and see that nothing grows: make soak MINUTES=40 (Linux)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --minutes $(MINUTES)
 
 format: $(INSTALLED) ## Format the code and mend what can be mended
 	$(BIN)/ruff check --fix .
