@@ -71,6 +71,8 @@ FLAGS = [
     *("--threads", 1, "--steps", 100_000_000, "--warmup", 10, "--log-every", 5, "--keep", KEEP),
     # So small a rate that evaluations are better than those before to the end: then each moves `best`.
     *("--lr", 1e-5, "--eval-every", 50, "--save-every", 35),
+    # More than there are: the training scores all that the reader does.
+    *("--eval-tokens", 1_000_000),
 ]
 RESUMED_STEPS = 250
 END_S = 60
