@@ -79,7 +79,7 @@ class DataConfig:
     )
     document_separator: str | None = option(
         None,
-        "text that stands between documents and belongs to none",
+        r"text that stands between documents and belongs to none; \n is a newline",
         more=r"\n, \t, \r and \\ stand for a newline, a tab, a carriage return and a backslash: "
         r"\n\n, or <|endoftext|>. A file's end ends a document too.",
     )

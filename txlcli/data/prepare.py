@@ -131,7 +131,8 @@ def prepare(
     if is_short:
         split_at = corpus.n_bytes
         parts = [Part("train", corpus, 0, corpus.n_bytes)]
-        notices.append(f"{corpus.name}: nothing is held out, it would be under two tokens; best is last")
+        what = "it" if corpus.valid_every is None else f"one document in {corpus.valid_every:,}"
+        notices.append(f"{corpus.name}: nothing is held out, {what} would be under two tokens; best is last")
     elif held_out.start < held_out.stop:
         parts.append(held_out)
     elif valid is None:
