@@ -29,7 +29,7 @@ from txlcli.cli.flags import (
     setting,
 )
 from txlcli.cli.signals import Interruption, listening
-from txlcli.config import leaf, unescape
+from txlcli.config import FLAG, SettingError, fault_at, leaf, unescape
 from txlcli.report import Screen, Stages, column_names, eval_table, json_text, one_line, window_table
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def evaluate(
         str | None, option("--split", metavar="valid|test", help="held-out text of the run; else valid")
     ] = None,
     encoding: Annotated[
-        str | None, option("--encoding", metavar="NAME", help="encoding of FILE; else utf-8")
+        str | None, option("--encoding", metavar="NAME", help="encoding of FILE; else that of the run's text")
     ] = None,
     is_raw: MosesFlag = False,
     text_field: Annotated[
@@ -179,7 +179,7 @@ def evaluate(
                 "--no-documents": has_no_documents,
             },
         ),
-        encoding=setting("encoding", encoding) or "utf-8",
+        encoding=setting("encoding", encoding),
         documents=_choose_documents(
             {
                 "--text-field": text_field,
@@ -223,7 +223,7 @@ class _Request:
 
     file: str | None
     split: str
-    encoding: str
+    encoding: str | None
     documents: "DocumentRule | None"
     mem_lens: tuple[int, ...] | None
     tgt_len: int | None
@@ -366,9 +366,13 @@ def _choose_documents(given: Mapping[str, str | bool | None]) -> "DocumentRule |
     if not flags:
         return None
     separator = setting("document_separator", given["--document-separator"])
+    try:
+        separator = None if separator is None else unescape(separator)
+    except SettingError as error:
+        raise fault_at(leaf("document_separator"), FLAG, error.text) from None
     return DocumentRule(
         text_field=setting("text_field", given["--text-field"]),
-        document_separator=None if separator is None else unescape(separator),
+        document_separator=separator,
         document_per_file=given["--document-per-file"] is not None,
     )
 

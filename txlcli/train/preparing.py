@@ -347,13 +347,13 @@ class _Texts:
         for chunk in self._read_train():
             yield chunk.text
 
-    def start_of_train(self, n_bytes: int) -> bytes:
-        """Read the first bytes of what is learned from, of its first document if there are documents."""
+    def start_of_train(self) -> bytes:
+        """Read the first chunk of what is learned from, of its first document if there are documents."""
         chunk = next(self._read_train(), None)
         if chunk is None:
             return b""
         ends = chunk.document_ends
-        return chunk.text[: min([n_bytes, *(() if ends is None else ends[:1].tolist())])]
+        return chunk.text if ends is None or not len(ends) else chunk.text[: ends[0]]
 
     def _read_train(self) -> Iterator[Chunk]:
         part: Literal["all", "train"] = "all" if self.corpus.valid_every is None else "train"
@@ -783,13 +783,15 @@ def _summarize(
 
 def _first_line(texts: _Texts, tokenizer: Tokenizer) -> FirstLine:
     """Encode the first line that has something in it."""
-    start = texts.start_of_train(LARGEST_LINE_BYTES)
+    start = texts.start_of_train()
     line = next((line for line in start.splitlines() if line.strip()), start)
-    if not texts.corpus.raw:
-        line = line[: complete_utf8(line)]
+    is_cut = len(line) > LARGEST_LINE_BYTES
+    if is_cut:
+        line = line[:LARGEST_LINE_BYTES]
+        line = line[: tokenizer.complete_prefix(line) or complete_utf8(line)]
     ids = tokenizer.encode(line).tolist()
     pieces = [
         tokenizer.decode([token], after=before).decode(errors="replace")
         for before, token in zip([None, *ids], ids, strict=False)
     ]
-    return FirstLine(line.decode(errors="replace"), tuple(pieces), tuple(ids))
+    return FirstLine(line.decode(errors="replace"), tuple(pieces), tuple(ids), is_cut)
