@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import tarfile
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -277,6 +278,15 @@ def test_the_encoding_that_bytes_look_like_is_suggested(
     assert str(caught.value).endswith(f"; {remedy}")
     if guess:
         run_survey(find_corpus([name], encoding=guess))
+
+
+def test_what_a_decoder_cannot_replace_is_refused(tmp_path: Path) -> None:
+    name = write(tmp_path, b"ab\n\x1b$\xdf9\x04!#\x1b(B")
+    with pytest.raises(UserError) as caught:
+        run_survey(find_corpus([name], encoding="iso2022_jp", errors="replace"))
+    assert str(caught.value) == (
+        f"{name}: not iso2022_jp after byte 0; got pending buffer overflow; convert it to utf-8 first"
+    )
 
 
 def test_utf8_named_otherwise_is_suggested(tmp_path: Path) -> None:
@@ -899,6 +909,12 @@ def test_an_archive_of_files_is_no_text(tmp_path: Path) -> None:
     assert find_corpus([name], raw=True).n_bytes == 10240
     write(tmp_path, b"text", "b.txt")
     assert find_corpus([str(tmp_path)]).notices == (f"{name} (is a tar archive): skipped",)
+    with zipfile.ZipFile(name, "w") as zipped:
+        zipped.writestr("a.txt", "text")
+    with pytest.raises(UserError) as caught:
+        find_corpus([name])
+    assert str(caught.value) == f"{name}: is a zip archive; extract it and give the folder"
+    assert find_corpus([str(tmp_path)]).notices == (f"{name} (is a zip archive): skipped",)
 
 
 def test_the_place_in_a_packed_file_is_one_of_what_it_holds(tmp_path: Path) -> None:
@@ -1524,6 +1540,7 @@ def test_a_separator_that_is_nowhere_is_said(tmp_path: Path) -> None:
         (b"one", (f"{names[0]}: the document separator is nowhere in it; it is one document",)),
         (b"<|end|>one", ()),
         (b"one<|end|>", ()),
+        (b"<|end|>", ()),
     ):
         write(tmp_path, text, "a")
         corpus = find_corpus(names[:1], document_separator="<|end|>")

@@ -287,7 +287,7 @@ def _encode_part(
         info = writer.finish(n_bytes)
     if notices is not None and n_replaced:
         notices.append(told_replaced(part.corpus, n_replaced))
-    if notices is not None and part.corpus.document_separator is not None and not is_separated:
+    if notices is not None and n_bytes and part.corpus.document_separator is not None and not is_separated:
         notices.append(told_unseparated(part.corpus))
     return info if is_counted or not part.corpus.raw else replace(info, n_characters=None)
 

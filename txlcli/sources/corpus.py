@@ -211,8 +211,9 @@ def search_corpus(
         try:
             document_separator.encode(codec)
         except UnicodeError:
+            got = printable(document_separator)[:60]
             raise UserError(
-                f"--document-separator: cannot be written in {codec}; got `{printable(document_separator)}`; "
+                f"--document-separator: cannot be written in {codec}; got `{got}`; "
                 "choose one that stands in the text, or another --encoding"
             ) from None
     if not paths:
@@ -400,8 +401,9 @@ def _open_source(name: str, path: Path, rules: _Rules) -> Generator[Progress, No
         raise UserError(f"{name!r}: cannot be read; {files.describe_error(error)}") from error
     if not head:
         raise UserError(f"{printable(name)}: is empty; give a file with some text")
-    if not rules.raw and head[257:262] == b"ustar":
-        raise UserError(f"{printable(name)}: is a tar archive; extract it and give the folder")
+    archive = "tar" if head[257:262] == b"ustar" else "zip" if head.startswith(b"PK\x03\x04") else None
+    if archive is not None and not rules.raw:
+        raise UserError(f"{printable(name)}: is a {archive} archive; extract it and give the folder")
     settled, n_mark = _settle_codec(head, rules.codec)
     source = Source(
         name=printable(name),

@@ -1,6 +1,7 @@
 """What encoding bytes look like: a guess for messages, by which nothing is ever read."""
 
 import codecs
+import functools
 import re
 from typing import NamedTuple
 
@@ -53,6 +54,7 @@ def _rows(codec: str, first: int, last: int) -> re.Pattern[str]:
     return re.compile(f"[{''.join(found)}{_CJK_SIGNS}]")
 
 
+@functools.cache
 def _legacy() -> tuple[_Legacy, ...]:
     return (
         _Legacy("euc_kr", re.compile(f"[가-힣{_CJK_SIGNS}]"), 0.9, re.compile("[가-힣]"), 0.5, _ANY),

@@ -29,7 +29,6 @@ NO_TEXT = {
     b"\xfd7zXZ": "an xz file: unpack it first",
     b"\x28\xb5\x2f\xfd": "a zstd file: unpack it first",
     b"BZh": "a bzip2 file: unpack it first",
-    b"PK\x03\x04": "a zip file: unpack it first",
     b"%PDF": "a PDF: extract its text first",
 }
 REPLACEMENT = "\ufffd"
@@ -490,7 +489,10 @@ def _read_encoded(
             else:
                 again = codecs.getincrementaldecoder(source.codec)(errors)
                 again.setstate(state)
-                _, sizes, taken = _measure(again, block, taken, final=final)
+                try:
+                    _, sizes, taken = _measure(again, block, taken, final=final)
+                except UnicodeError as error:  # in encodings that carry state not all can be replaced
+                    raise _undecodable(source, place - len(block), error) from error
             if errors == "replace":
                 points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
                 n_replaced = int(sizes[points == ord(REPLACEMENT)].sum())
@@ -578,7 +580,14 @@ def _decode(
         start = place + len(block) - len(error.object) + error.start
         raise _not_text(source, start, error.object[error.start : error.end]) from None
     except UnicodeError as error:
-        raise NotText(f"{source.place}: not {source.told_codec} after byte {place}; {error}") from error
+        raise _undecodable(source, place, error) from error
+
+
+def _undecodable(source: Source, place: int, error: UnicodeError) -> NotText:
+    """Word the refusal of bytes of which their decoder says no more."""
+    return NotText(
+        f"{source.place}: not {source.told_codec} after byte {place}; got {error}; convert it to utf-8 first"
+    )
 
 
 def _align_utf8(source: Source, place: int) -> int:

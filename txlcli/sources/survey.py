@@ -158,7 +158,7 @@ def _survey_notices(corpus: Corpus, alphabet: Mapping[str, int], whole: _Tally) 
     notices = []
     if whole.n_replaced:
         notices.append(told_replaced(corpus, whole.n_replaced))
-    if corpus.document_separator is not None and not whole.is_separated:
+    if corpus.document_separator is not None and whole.n_documents and not whole.is_separated:
         notices.append(told_unseparated(corpus))
     for character, name in (("\r", "carriage return"), ("\0", "NUL byte")):
         # Among words that white space separates a carriage return is white space.
