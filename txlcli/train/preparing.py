@@ -266,7 +266,7 @@ class _Request:
     init: Run | None
     started: float
     should_stop: Callable[[], bool]
-    notices: tuple[str, ...]
+    notices: tuple[Notice, ...]
 
     @classmethod
     def of(
@@ -279,13 +279,14 @@ class _Request:
         elif name is None:
             # What contradicts itself does so for any text: refused before a long one is read.
             plan_text(settings, _ANY_TEXT)
-        init, notices = None if name is None else open_run(str(name)), tuple[str, ...]()
+        init, notices = None if name is None else open_run(str(name)), tuple[Notice, ...]()
         if init is not None:
             refuse_without_tokenizer(init)
             loaded = load_model(init)  # what cannot be read is refused before anything is made
             settings = take_from_run(settings, loaded.config, str(name))
             _check_documents(settings, loaded.tokenizer, str(name))
-            notices = loaded.notices
+            if loaded.damage is not None:
+                notices = (Notice(loaded.damage, is_damage=True),)
         device = choose_device(str(_value(settings, "device")))
         choose_precision(str(_value(settings, "precision")), device, training=True)
         if _value(settings, "optimizer") == "muon":
@@ -293,7 +294,7 @@ class _Request:
         attention, told = choose_attention(settings)
         if told is not None:
             settings = settings | {"attention": Sourced(attention, f"plan: {told}")}
-            notices += (f"attention: {told}",)
+            notices += (Notice(f"attention: {told}"),)
         return cls(settings, is_from_file, device, attention, init, started, should_stop, notices)
 
     def pause(self) -> None:
@@ -363,7 +364,7 @@ class _Texts:
 def _prepare(request: _Request, place: _Place, stack: ExitStack) -> Generator[Event, None, Ready | None]:
     """Do all of `begin` but its last event; `stack` holds what must be undone unless that event comes."""
     is_dry = place.is_dry
-    yield from map(Notice, request.notices)
+    yield from request.notices
     texts = yield from _find_texts(request, place, stack)
     run, facts = texts.run, _facts(request, texts)
     settings = plan_text(request.settings, facts, from_file=request.is_from_file)
