@@ -149,7 +149,7 @@ def begin_again(
         yield ready
 
 
-def _until_ready(request: "Request", place: Place) -> Generator[Event, None, Ready | None]:
+def _until_ready(request: Request, place: Place) -> Generator[Event, None, Ready | None]:
     with ExitStack() as stack:
         try:
             ready = yield from _prepare(request, place, stack)
