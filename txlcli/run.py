@@ -3,6 +3,7 @@
     config.yaml                    the settings, each a plain value
     tokenizer.json, tokenizer.*    text to ids and back
     data/                          the store of training and held-out ids
+    stdin.txt                      the text, only if it came through standard input
     metrics.jsonl                  one JSON object a line, `event` first
     checkpoints/step-0000100/      weights and exact training state (see checkpoint.py)
     pointers.json                  {"best": 80, "best_nll": 1.52, "last": 100}
@@ -114,6 +115,11 @@ class Run:
     def pointers_path(self) -> Path:
         """The small file that names best and last."""
         return self.folder / "pointers.json"
+
+    @property
+    def stdin_path(self) -> Path:
+        """What came through standard input, if the text did."""
+        return self.folder / "stdin.txt"
 
     @property
     def conversion_path(self) -> Path:
@@ -268,7 +274,7 @@ def _refuse_links(run: Run) -> None:
         (run.data_folder, stat.S_ISDIR),
         (run.checkpoints_folder, stat.S_ISDIR),
         (run.metrics_path, stat.S_ISREG),
-        (run.folder / "stdin.txt", stat.S_ISREG),
+        (run.stdin_path, stat.S_ISREG),
         *((run.checkpoint_path(step), stat.S_ISDIR) for step in list_checkpoints(run)),
     ):
         with suppress(FileNotFoundError):
