@@ -261,12 +261,13 @@ def _encode_part(
     """
     is_counted, n_bytes, n_replaced, is_separated = part.split != "train", 0, 0, False
     total = part.stop - part.start
+    has_separator = notices is not None and part.corpus.document_separator is not None
 
     def counted() -> Iterator[Chunk]:
         nonlocal n_replaced, is_separated
         for chunk in part.chunks(sized=is_counted):
             n_replaced += chunk.n_replaced
-            is_separated |= chunk.has_separators
+            is_separated |= has_separator and chunk.has_separators
             yield from cut_chunk(chunk, COUNTED_BYTES) if is_counted else (chunk,)
 
     yield Progress(f"encoding {part.split}", 0, total)
@@ -287,7 +288,7 @@ def _encode_part(
         info = writer.finish(n_bytes)
     if notices is not None and n_replaced:
         notices.append(told_replaced(part.corpus, n_replaced))
-    if notices is not None and n_bytes and part.corpus.document_separator is not None and not is_separated:
+    if notices is not None and n_bytes and has_separator and not is_separated:
         notices.append(told_unseparated(part.corpus))
     return info if is_counted or not part.corpus.raw else replace(info, n_characters=None)
 
