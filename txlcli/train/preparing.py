@@ -166,7 +166,7 @@ def _until_ready(request: Request, place: Place) -> Generator[Event, None, Ready
 def _prepare(request: Request, place: Place, stack: ExitStack) -> Generator[Event, None, Ready | None]:
     """Do all of `begin` but its last event; `stack` holds what must be undone unless that event comes."""
     is_dry = place.is_dry
-    yield from map(Notice, request.notices)
+    yield from request.notices
     texts = yield from find_texts(request, place, stack)
     run, facts = texts.run, _facts(request, texts)
     settings = plan_text(request.settings, facts, from_file=request.is_from_file)

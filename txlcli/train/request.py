@@ -13,6 +13,7 @@ from txlcli.plan import Facts, plan_text, take_from_run
 from txlcli.run import Run, open_run, refuse_without_tokenizer
 from txlcli.tokenizer import Tokenizer
 from txlcli.train.cost import Interrupted
+from txlcli.train.events import Notice
 from txlcli.train.optim import refuse_missing_muon
 
 _ANY_TEXT = Facts(
@@ -37,7 +38,7 @@ class Request:
     init: Run | None
     started: float
     should_stop: Callable[[], bool]
-    notices: tuple[str, ...]
+    notices: tuple[Notice, ...]
 
     @classmethod
     def of(
@@ -50,13 +51,14 @@ class Request:
         elif name is None:
             # What contradicts itself does so for any text: refused before a long one is read.
             plan_text(settings, _ANY_TEXT)
-        init, notices = None if name is None else open_run(str(name)), tuple[str, ...]()
+        init, notices = None if name is None else open_run(str(name)), tuple[Notice, ...]()
         if init is not None:
             refuse_without_tokenizer(init)
             loaded = load_model(init)  # what cannot be read is refused before anything is made
             settings = take_from_run(settings, loaded.config, str(name))
             _check_documents(settings, loaded.tokenizer, str(name))
-            notices = loaded.notices
+            if loaded.damage is not None:
+                notices = (Notice(loaded.damage, is_damage=True),)
         device = choose_device(str(value_of(settings, "device")))
         choose_precision(str(value_of(settings, "precision")), device, training=True)
         if value_of(settings, "optimizer") == "muon":
@@ -64,7 +66,7 @@ class Request:
         attention, told = choose_attention(settings)
         if told is not None:
             settings = settings | {"attention": Sourced(attention, f"plan: {told}")}
-            notices += (f"attention: {told}",)
+            notices += (Notice(f"attention: {told}"),)
         return cls(settings, is_from_file, device, attention, init, started, should_stop, notices)
 
     def pause(self) -> None:

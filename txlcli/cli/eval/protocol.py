@@ -130,7 +130,7 @@ def notices_of(
     """What a reader of the table should know, each sentence once."""
     from txlcli.run import read_pointers
 
-    notices = [*lm.notices, *text.notices]
+    notices = [*([] if lm.damage is None else [lm.damage]), *lm.notices, *text.notices]
     if (
         request.file is None
         and request.split == "valid"
