@@ -414,6 +414,13 @@ def test_what_is_kept_is_said(tmp_path: Path) -> None:
     assert found.n_replaced == 200
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+def test_text_that_is_wide_and_ascii_is_told_by_its_nul_bytes(tmp_path: Path, encoding: str) -> None:
+    name = write(tmp_path, ("Plain text of many words.\n" * 4).encode(encoding))
+    (notice,) = run_survey(find_corpus([name])).notices
+    assert notice.endswith(f" are kept as characters; it may be {encoding}: try --encoding {encoding}")
+
+
 def test_what_is_counted_in_the_training_text_is_said_of_it(tmp_path: Path) -> None:
     names = [write(tmp_path, b"ab\r\n" + b"cd\n" * 60, "a"), write(tmp_path, b"ef\r\n" * 60, "b")]
     found = run_survey(find_corpus(names), valid_fraction=0.5)

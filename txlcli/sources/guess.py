@@ -73,29 +73,8 @@ def marked_encoding(head: bytes) -> str | None:
     return next((codec for mark, codec in _MARKS if head.startswith(mark)), None)
 
 
-def likely_encoding(head: bytes, window: bytes) -> str | None:
-    """Name the encoding that some bytes of a file look like; None: like none that is known.
-
-    Args:
-        head: The file's first kilobytes.
-        window: Some kilobytes around those that are no text; begins at a character in most encodings.
-    """
-    return _wide(head) or _utf8(window) or _of_script(window)
-
-
-def is_mostly_utf8(window: bytes) -> bool:
-    """Say whether bytes are UTF-8 with characters beyond ASCII but for a few that are wrong."""
-    text = window.decode(errors="replace")
-    n_wrong = text.count("\ufffd")
-    return _n_beyond_ascii(text) - n_wrong >= max(LEAST_CHARACTERS, 10 * n_wrong)
-
-
-def _n_beyond_ascii(text: str) -> int:
-    return sum(character > "\x7f" for character in text)
-
-
-def _wide(head: bytes) -> str | None:
-    """Tell by NUL bytes, of which ASCII in a wide encoding has one or three each."""
+def wide_encoding(head: bytes) -> str | None:
+    """Name the encoding by NUL bytes, of which ASCII in a wide one has one or three each; None: none."""
     for width, last, codec in (
         (4, 3, "utf-32-le"),
         (4, 0, "utf-32-be"),
@@ -109,6 +88,27 @@ def _wide(head: bytes) -> str | None:
         if len(data) // width >= LEAST_CHARACTERS and is_padded and shares[text_place] <= _FEW:
             return codec
     return None
+
+
+def likely_encoding(head: bytes, window: bytes) -> str | None:
+    """Name the encoding that some bytes of a file look like; None: like none that is known.
+
+    Args:
+        head: The file's first kilobytes.
+        window: Some kilobytes around those that are no text; begins at a character in most encodings.
+    """
+    return wide_encoding(head) or _utf8(window) or _of_script(window)
+
+
+def is_mostly_utf8(window: bytes) -> bool:
+    """Say whether bytes are UTF-8 with characters beyond ASCII but for a few that are wrong."""
+    text = window.decode(errors="replace")
+    n_wrong = text.count("\ufffd")
+    return _n_beyond_ascii(text) - n_wrong >= max(LEAST_CHARACTERS, 10 * n_wrong)
+
+
+def _n_beyond_ascii(text: str) -> int:
+    return sum(character > "\x7f" for character in text)
 
 
 def _utf8(window: bytes) -> str | None:

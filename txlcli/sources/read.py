@@ -22,7 +22,7 @@ from txlcli.sources.chunk import (
 )
 from txlcli.sources.corpus import CHUNK_BYTES, WIDE, Corpus, Source, became_shorter
 from txlcli.sources.documents import Part, character_unit, json_texts, mark_documents, select, settle
-from txlcli.sources.guess import is_mostly_utf8, likely_encoding, marked_encoding
+from txlcli.sources.guess import is_mostly_utf8, likely_encoding, marked_encoding, wide_encoding
 
 NO_TEXT = {
     b"\x1f\x8b": "a gzip file: unpack it first",
@@ -641,7 +641,7 @@ def _not_text(source: Source, place: int, bad: bytes) -> NotText:
 def _remedy(source: Source, place: int) -> str:
     # Those who score a text have no other flag than --encoding.
     otherwise = "train with --encoding-errors replace or --tokenizer byte"
-    head = b"".join(_read_blocks(source, 0, min(_LOOKED_BYTES, source.n_bytes)))
+    head = _head(source)
     for magic, kind in NO_TEXT.items():
         if head.startswith(magic):
             return f"it looks like {kind}, or train with --tokenizer byte"
@@ -659,6 +659,16 @@ def _remedy(source: Source, place: int) -> str:
     if source.codec == "utf-8":
         return f"name its encoding (is it cp1252? --encoding cp1252), or {otherwise}"
     return f"name its encoding with --encoding, or {otherwise}"
+
+
+def remedy_of_nuls(source: Source) -> str:
+    """Word what to do about NUL bytes in a file that was read as text; empty: nothing is known."""
+    likely = wide_encoding(_head(source))
+    return "" if likely is None else f"; it may be {likely}: try --encoding {likely}"
+
+
+def _head(source: Source) -> bytes:
+    return b"".join(_read_blocks(source, 0, min(_LOOKED_BYTES, source.n_bytes)))
 
 
 def _window(source: Source, place: int) -> bytes:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from txlcli.sources.chunk import Chunk, code_points
 from txlcli.sources.corpus import Corpus, Progress
 from txlcli.sources.documents import select
-from txlcli.sources.read import by_conventions, find_split, read_documents
+from txlcli.sources.read import by_conventions, find_split, read_documents, remedy_of_nuls
 
 VALID_FRACTION = 0.05
 VALID_BYTES_MAX = 5_000_000
@@ -165,7 +165,8 @@ def _survey_notices(corpus: Corpus, alphabet: Mapping[str, int], whole: _Tally) 
         if character in alphabet and not (character.isspace() and corpus.newlines == "eos"):
             count = alphabet[character]
             many, kept = ("", "is kept as a character") if count == 1 else ("s", "are kept as characters")
-            notices.append(f"{corpus.name}: {count:,} {name}{many} in the training text {kept}")
+            remedy = remedy_of_nuls(corpus.sources[0]) if character == "\0" else ""
+            notices.append(f"{corpus.name}: {count:,} {name}{many} in the training text {kept}{remedy}")
     return tuple(notices)
 
 
