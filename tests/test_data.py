@@ -45,9 +45,9 @@ from txlcli.sources import (
     Newlines,
     Spaces,
     Survey,
+    blocks,
     convert,
     find_corpus,
-    read,
     read_text,
     survey,
 )
@@ -399,7 +399,7 @@ def test_the_store_holds_the_text_whatever_the_chunks(
     folder = tmp_path_factory.getbasetemp()
     data = ("a b " + "".join(parts)).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(read, "CHUNK_BYTES", chunk)
+        patch.setattr(blocks, "BLOCK_BYTES", chunk)
         patch.setattr(PREPARE, "COUNTED_BYTES", counted)
         store = store_text(
             folder, data, "word" if kind == "eos" else kind, newlines="eos" if kind == "eos" else "keep"
@@ -451,7 +451,7 @@ def test_dropped_newlines_are_not_scored_and_keep_their_place(
     encoding = "utf-8" if kind == "byte" else encoding
     data = ("a b " + "".join(parts) + "bcd\n").encode(encoding)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(read, "CHUNK_BYTES", chunk)
+        patch.setattr(blocks, "BLOCK_BYTES", chunk)
         patch.setattr(PREPARE, "COUNTED_BYTES", counted)
         store = store_text(folder, data, kind, encoding=encoding, newlines="drop", spaces=spaces)
     split_at = store.info.split_at
@@ -485,7 +485,7 @@ def test_newlines_inside_characters_make_no_text_whatever_the_chunks(
 ) -> None:
     data = b"plain text\n" * 9 + b"\xe7\n\xb4\x85 and\n" * 9
     for chunk in (*range(1, 9), 1000):
-        monkeypatch.setattr(read, "CHUNK_BYTES", chunk)
+        monkeypatch.setattr(blocks, "BLOCK_BYTES", chunk)
         valid = store_text(tmp_path, data, newlines="drop").info.splits["valid"]
         assert (valid.n_characters, valid.n_words) == (None, None)
 
@@ -519,7 +519,7 @@ def test_sentencepiece_is_stored_whatever_the_chunks(tmp_path: Path, monkeypatch
     assert whole.tokenizer.decode(ids["train"]) == data[: whole.split_at]
     assert whole.tokenizer.decode(ids["valid"]) == data[whole.split_at :]
     for chunk in (997, 5000):
-        monkeypatch.setattr(read, "CHUNK_BYTES", chunk)
+        monkeypatch.setattr(blocks, "BLOCK_BYTES", chunk)
         store_text(tmp_path, data, "sentencepiece", vocab_size=400)
         assert {split: all_ids(tmp_path, split).tolist() for split in ids} == ids
 
@@ -583,7 +583,7 @@ def test_counts_widen_when_a_token_is_long(
             ends = np.flatnonzero(np.frombuffer(text, dtype=np.uint8) == 10) + 1
             return np.zeros(len(ends), dtype=np.int32), ends
 
-    monkeypatch.setattr(read, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1000)
     lines = [b"a b\n"] * 500 + [b"x" * (length - 1) + b"\n"] + [b"c\n"] * 500
     (tmp_path / "a.txt").write_bytes(b"".join(lines))
     corpus = find_corpus([str(tmp_path / "a.txt")])
@@ -734,7 +734,7 @@ def test_what_the_store_says_of_its_origin(tmp_path: Path) -> None:
 
 
 def test_progress_is_told_and_a_stop_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read, "CHUNK_BYTES", 10)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 10)
     (tmp_path / "text.txt").write_bytes(b"x" * 100)
     corpus = find_corpus([str(tmp_path / "text.txt")], raw=True)
     tokenizer = build_tokenizer("byte", vocab_size=None, text=lambda: iter(()), n_bytes=0, seed=0)
@@ -801,7 +801,7 @@ def test_text_that_changes_meanwhile_is_said_or_refused(tmp_path: Path) -> None:
 def test_memory_does_not_grow_with_the_text(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read, "CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 16)
     peaks = []
     for n in (1 << 16, 1 << 19):  # one line each
         tracemalloc.start()

@@ -30,9 +30,11 @@ from txlcli.sources import (
     Corpus,
     Progress,
     Survey,
+    blocks,
     check_unchanged,
     complete_utf8,
     convert,
+    decoding,
     documents,
     find_corpus,
     find_encoding,
@@ -40,7 +42,6 @@ from txlcli.sources import (
     find_split,
     guess_script,
     held_out_start,
-    read,
     read_chunks,
     read_text,
     search_corpus,
@@ -84,7 +85,7 @@ def run_survey(corpus: Corpus, **options: float) -> Survey:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    return lambda n: monkeypatch.setattr(read, "CHUNK_BYTES", n)
+    return lambda n: monkeypatch.setattr(blocks, "BLOCK_BYTES", n)
 
 
 # What is refused, and in which words
@@ -447,7 +448,7 @@ def test_text_of_any_encoding_is_read_exactly_in_any_pieces(
     corpus = find_corpus([name], encoding=encoding)
     split = find_split(corpus, data.draw(st.integers(0, corpus.n_bytes)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(read, "CHUNK_BYTES", chunk)
+        patch.setattr(blocks, "BLOCK_BYTES", chunk)
         seen: list[bytes] = []
         chunks = [
             *read_chunks(corpus, 0, split, sized=True, watch=seen.append),
@@ -486,7 +487,7 @@ def test_replacing_is_pythons_own_in_any_pieces(
     name = write(tmp_path_factory.getbasetemp(), joined, "bad.txt")
     corpus = find_corpus([name], encoding=encoding, errors="replace")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(read, "CHUNK_BYTES", chunk)
+        patch.setattr(blocks, "BLOCK_BYTES", chunk)
         chunks = list(read_chunks(corpus, 0, len(joined), sized=True))
     assert b"".join(one.text for one in chunks).decode() == joined.decode(encoding, "replace")
     assert sum(one.source_bytes for one in chunks) == len(joined)
@@ -512,7 +513,7 @@ def test_newlines_are_left_out_and_every_byte_keeps_its_place(
     plain = find_corpus(names, encoding=encoding, raw=raw)
     corpus = find_corpus(names, encoding=encoding, raw=raw, newlines="drop", spaces="underscore")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(read, "CHUNK_BYTES", chunk)
+        patch.setattr(blocks, "BLOCK_BYTES", chunk)
         as_it_is = list(read_chunks(plain, 0, plain.n_bytes, sized=True))
         chunks = list(read_chunks(corpus, 0, corpus.n_bytes, sized=True))
         unsized = list(read_chunks(corpus, 0, corpus.n_bytes))
@@ -622,7 +623,7 @@ def test_a_split_stands_at_a_character_and_is_the_same_for_raw_bytes(
         min_size=1,
         max_size=30,
     ),
-    encoding=st.sampled_from(sorted(filter(read._STATELESS.match, KNOWN_CODECS))),
+    encoding=st.sampled_from(sorted(filter(decoding.STATELESS.match, KNOWN_CODECS))),
     anchor=st.sampled_from([2, 7, 1 << 16]),
     wanted=st.integers(0, 60),
 )
@@ -634,9 +635,9 @@ def test_where_an_encoding_has_no_state_the_end_is_read_without_the_beginning(
     corpus = find_corpus([name], encoding=encoding, errors="replace")
     assume(corpus.sources[0].codec != "utf-8" and not corpus.sources[0].n_mark)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(read, "_ANCHOR_BYTES", anchor)
+        patch.setattr(decoding, "_ANCHOR_BYTES", anchor)
         split = find_split(corpus, wanted)
-        patch.setattr(read, "_certain_start", lambda *_: 0)
+        patch.setattr(decoding, "_certain_start", lambda *_: 0)
         assert find_split(corpus, wanted) == split
     halves = [b"".join(read_text(corpus, *ends)).decode() for ends in ((0, split), (split, len(joined)))]
     assert "".join(halves) == joined.decode(corpus.sources[0].codec, "replace")
@@ -762,7 +763,7 @@ def pack(packing: str, *members: bytes) -> bytes:
 def pieces_of(chunk: int) -> Iterator[None]:
     """Read in blocks of so many bytes, packed files too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(read, "CHUNK_BYTES", chunk)
+        patch.setattr(blocks, "BLOCK_BYTES", chunk)
         patch.setattr(documents, "CHUNK_BYTES", chunk)
         for name in ("SLICE_BYTES", "PIECE_BYTES", "ZSTD_SLICE_BYTES"):
             patch.setattr(unpack, name, chunk)
@@ -961,7 +962,7 @@ def count_unpacked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_packed_file_is_unpacked_once_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, size in {"KEPT_BYTES": 30_000, "PIECE_BYTES": 1000, "SLICE_BYTES": 200}.items():
         monkeypatch.setattr(unpack, name, size)
-    monkeypatch.setattr(read, "CHUNK_BYTES", 5000)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 5000)
     unpacked = count_unpacked(monkeypatch)
     text = b"".join(b"document %d \xe7\xb4\x85 of some words\n" % number for number in range(8000))
     name = write(tmp_path, gzip.compress(text[:1000]) + gzip.compress(text[1000:]))
@@ -980,7 +981,7 @@ def test_a_packed_file_is_unpacked_once_a_pass(tmp_path: Path, monkeypatch: pyte
         assert sum(unpacked) == before
         # What looked at the beginning only is gone on with.
         next(read_chunks(corpus, 0, found.split_at))
-        assert sum(unpacked) <= before + 4 * read.CHUNK_BYTES
+        assert sum(unpacked) <= before + 4 * blocks.BLOCK_BYTES
         for start, stop in ((0, found.split_at), (found.split_at, len(text))):
             assert sum(one.read_bytes for one in read_chunks(corpus, start, stop)) == stop - start
         assert sum(unpacked) <= before + most

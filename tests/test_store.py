@@ -33,7 +33,7 @@ from txlcli.data import (
 from txlcli.data.encoding import Piece, Rules, encode
 from txlcli.data.workers import Workers, worker_count
 from txlcli.run import Run, describe_run, read_asked
-from txlcli.sources import find_corpus, read
+from txlcli.sources import blocks, find_corpus
 from txlcli.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
 from txlcli.train import Event, Finished, Notice, Progress, Ready, begin, evaluating, resume, train
 
@@ -103,7 +103,7 @@ def test_the_store_is_the_same_whatever_the_chunks_and_the_workers(
     monkeypatch.setattr(workers, "LEAST_BYTES", 0)
     stores = []
     for chunk, n_processors in ((1 << 20, 1), (997, 1), (7000, 2), (50_000, 3)):
-        monkeypatch.setattr(read, "CHUNK_BYTES", chunk)
+        monkeypatch.setattr(blocks, "BLOCK_BYTES", chunk)
         run_dir = tmp_path / f"{chunk}-{n_processors}"
         run_dir.mkdir()
         events = prepare(
@@ -183,7 +183,7 @@ def test_a_worker_that_is_killed_ends_the_preparation_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers, "LEAST_BYTES", 0)
-    monkeypatch.setattr(read, "CHUNK_BYTES", 50)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 50)
     (tmp_path / "a.txt").write_bytes(b"a b b a\n" * 100)
     corpus = find_corpus([str(tmp_path / "a.txt")])
     tokenizer = tokenizer_of("word", b"a b\n", tmp_path / "tokenizer")
@@ -225,8 +225,8 @@ TRAIN = """
 import sys, time
 sys.path.insert(0, {path!r})
 from txlcli.data import workers, writing
-from txlcli.sources import read
-workers.LEAST_BYTES, read.CHUNK_BYTES = 0, 1000
+from txlcli.sources import blocks
+workers.LEAST_BYTES, blocks.BLOCK_BYTES = 0, 1000
 add = writing.SplitWriter.add
 def slow(writer, encoded):
     time.sleep(0.05)
@@ -588,7 +588,7 @@ def go_on(run: Run, **changes: object) -> list[Event]:
 def test_a_preparation_killed_anywhere_is_begun_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read, "CHUNK_BYTES", 300)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 300)
     write_corpus(tmp_path)
     (tmp_path / "whole").mkdir()
     shutil.copy(tmp_path / "words.txt", tmp_path / "whole")
@@ -737,7 +737,7 @@ def writes_of(monkeypatch: pytest.MonkeyPatch, n_good: int, run: Callable[[], ob
 def test_a_disk_that_fills_up_at_any_write_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read, "CHUNK_BYTES", 300)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 300)
     write_corpus(tmp_path)
 
     def run() -> None:

@@ -20,7 +20,9 @@ from txlcli.sources.corpus import (
     search_corpus,
 )
 from txlcli.sources.documents import NotJsonLines, Part
-from txlcli.sources.read import NotText, find_place, find_split, read_chunks, read_text
+from txlcli.sources.fault import NotText
+from txlcli.sources.read import find_place, read_chunks, read_text
+from txlcli.sources.split import find_split
 from txlcli.sources.survey import (
     VALID_BYTES_MAX,
     VALID_FRACTION,

@@ -1,50 +1,17 @@
-"""Text out of files of any encoding, as UTF-8 cut at characters, and where it may be split."""
+"""Text out of the files of a corpus, as UTF-8 cut at characters, its documents marked."""
 
-import codecs
 import functools
-import os
-import re
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from txlcli import UserError, files
-from txlcli.sources.chunk import (
-    Chunk,
-    Sizes,
-    character_ends,
-    complete_utf8,
-    convert,
-    join_chunks,
-)
-from txlcli.sources.corpus import CHUNK_BYTES, WIDE, Corpus, Source, became_shorter
+from txlcli.sources import blocks
+from txlcli.sources.chunk import Chunk, convert, join_chunks
+from txlcli.sources.corpus import Corpus, Source
+from txlcli.sources.decoding import STATELESS, read_encoded, read_raw, read_utf8
 from txlcli.sources.documents import Part, character_unit, json_texts, mark_documents, select, settle
-from txlcli.sources.guess import is_mostly_utf8, likely_encoding, marked_encoding, wide_encoding
-
-NO_TEXT = {
-    b"\x1f\x8b": "a gzip file: unpack it first",
-    b"\xfd7zXZ": "an xz file: unpack it first",
-    b"\x28\xb5\x2f\xfd": "a zstd file: unpack it first",
-    b"BZh": "a bzip2 file: unpack it first",
-    b"%PDF": "a PDF: extract its text first",
-}
-REPLACEMENT = "\ufffd"
-# Encodings in which each character is written as it would be alone. A newline is one unit in them, and in
-# those of several bytes a character has none below 0x30 after its first.
-_STATELESS = re.compile(
-    r"utf-(8|16|32)|ascii|latin|iso8859|cp\d|koi8|mac|kz1048|ptcp154|tis|hp-roman|gb|big5|shift_jis|euc_|johab"
-)
-# How far back such a byte is looked for.
-_ANCHOR_BYTES = 1 << 16
-# What of a file that is no text is looked at, at its start and on both sides of the fault.
-_LOOKED_BYTES = 1 << 12
-
-
-class NotText(UserError):
-    """Bytes that are no text in the encoding that they are read in."""
+from txlcli.sources.fault import line_of
 
 
 def read_text(corpus: Corpus, start: int, stop: int, *, part: Part = "all") -> Iterator[bytes]:
@@ -139,7 +106,7 @@ def _segments(
     for source, lo, hi in _ranges(corpus, start, stop):
         chunks = _read_file(corpus, source, lo, hi, True, None)
         if corpus.text_field is not None:
-            first_line = _line_of(source, lo)
+            first_line = line_of(source, lo)
             for line, text in json_texts(source, chunks, corpus.text_field, corpus.errors, first_line):
                 yield source, text, np.full(len(text), line), True
             continue
@@ -165,7 +132,7 @@ def _read_files(
         chunks = _read_file(corpus, source, lo, hi, sized, watch)
         if corpus.has_documents:
             chunks = mark_documents(
-                corpus, source, chunks, lo, hi == source.n_bytes, functools.partial(_line_of, source, lo)
+                corpus, source, chunks, lo, hi == source.n_bytes, functools.partial(line_of, source, lo)
             )
         yield from chunks
 
@@ -184,7 +151,7 @@ def _read_file(
     corpus: Corpus, source: Source, lo: int, hi: int, sized: bool, watch: Callable[[bytes], object] | None
 ) -> Iterator[Chunk]:
     is_utf8 = source.codec == "utf-8"
-    read = _read_raw if corpus.reads_bytes else _read_utf8 if is_utf8 else _read_encoded
+    read = read_raw if corpus.reads_bytes else read_utf8 if is_utf8 else read_encoded
     is_changed = not corpus.reads_bytes and not (is_utf8 and corpus.errors == "strict")
     is_sized = sized or (is_changed and _needs_sizes(corpus, source))
     return read(source, lo, hi, corpus.errors, is_sized, watch)
@@ -192,7 +159,7 @@ def _read_file(
 
 def _needs_sizes(corpus: Corpus, source: Source) -> bool:
     """Say whether only sizes tell what parts of the text took in a file that is no UTF-8."""
-    if not _STATELESS.match(source.codec):
+    if not STATELESS.match(source.codec):
         return corpus.has_documents or corpus.newlines == "drop"
     if corpus.valid_every is not None:
         return True
@@ -205,12 +172,12 @@ def _gather(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
     waiting: list[Chunk] = []
     n_waiting = 0
     for chunk in chunks:
-        if waiting and n_waiting + len(chunk.text) > CHUNK_BYTES:
+        if waiting and n_waiting + len(chunk.text) > blocks.BLOCK_BYTES:
             yield join_chunks(waiting)
             waiting, n_waiting = [], 0
         waiting.append(chunk)
         n_waiting += len(chunk.text)
-        if n_waiting > CHUNK_BYTES // 2:
+        if n_waiting > blocks.BLOCK_BYTES // 2:
             yield join_chunks(waiting)
             waiting, n_waiting = [], 0
     if waiting:
@@ -260,439 +227,3 @@ def _without_newlines(chunks: Iterable[Chunk], corpus: Corpus) -> Iterator[Chunk
 
 def _newlines(text: bytes) -> npt.NDArray[np.intp]:
     return np.flatnonzero(np.frombuffer(text, dtype=np.uint8) == ord("\n"))
-
-
-def find_split(corpus: Corpus, wanted: int) -> int:
-    """Move a byte of the corpus to where it may be split; it does not depend on the tokenizer.
-
-    With documents that is the start of one nearest to it, if between half and twice as much comes after as
-    wanted; in JSON lines the nearest in any case. Else it is the next start of a character; where the bytes
-    around it are no UTF-8 the byte itself is returned, and `n_bytes` where less than two bytes would remain.
-
-    Raises:
-        UserError: a file cannot be read.
-    """
-    n_bytes = corpus.n_bytes
-    if not 0 < wanted < n_bytes:
-        return wanted
-    if corpus.has_documents:
-        n_after = n_bytes - wanted
-        bounds = [(max(n_bytes - 2 * n_after, 1), n_bytes - max(n_after // 2, 2) + 1)]
-        if corpus.text_field is not None:
-            bounds = [(bounds[0][0], n_bytes - 1), (1, n_bytes - 1)]
-        for lo, hi in bounds:
-            split = _nearest_start(corpus, wanted, lo, hi)
-            if split is not None:
-                return split
-        if corpus.text_field is not None:
-            return n_bytes
-    base = 0
-    for source in corpus.sources:
-        if base < wanted < base + source.n_bytes:
-            align = _align_utf8 if source.codec == "utf-8" else _align_encoded
-            split = base + align(source, wanted - base)
-            return split if n_bytes - split >= 2 else n_bytes
-        base += source.n_bytes
-    return wanted
-
-
-def _nearest_start(corpus: Corpus, wanted: int, lo: int, hi: int) -> int | None:
-    """Return the document's start nearest to a byte of the corpus, from `lo` on, before `hi`; None: none."""
-    before, base = None, 0
-    for source in corpus.sources:
-        if base < hi and base + source.n_bytes > lo:
-            for start in _starts(corpus, source, max(lo - base, 0)):
-                place = base + start
-                if place >= hi:
-                    break
-                if place >= wanted:
-                    return before if before is not None and wanted - before < place - wanted else place
-                if place >= lo:
-                    before = place
-        base += source.n_bytes
-    return before
-
-
-def _starts(corpus: Corpus, source: Source, lo: int) -> Iterator[int]:
-    """Yield the bytes of a file, from `lo` on, at which documents certainly start."""
-    if lo == 0:
-        yield 0
-    if corpus.document_per_file:
-        return
-    # In raw bytes too the text is asked, so that both are split at the same place.
-    mark = "\n" if corpus.text_field is not None else corpus.document_separator
-    assert mark is not None
-    separator = mark.encode()
-    # Two separators may overlap, as in "\n\n\n". One that none overlaps from before ends a document also
-    # for who reads from the file's start, so the search begins early enough to see such.
-    begin = max(lo - 10 * len(separator), source.n_mark)
-    texts: Iterator[tuple[bytes, Sizes | None]]
-    if source.codec == "utf-8":
-        texts = ((block, None) for block in _read_blocks(source, begin, source.n_bytes))
-    else:
-        begin = max(begin if begin == source.n_mark else _align_encoded(source, begin), source.n_mark)
-        chunks = _read_encoded(source, begin, source.n_bytes, "replace", True, None)
-        texts = ((chunk.text, chunk.sizes) for chunk in chunks)
-    place, last = begin, -len(separator)  # of the text that follows `held`; of the last separator in `data`
-    held, held_sizes = b"", np.zeros(0, dtype=np.uint32)
-    for text, sizes in texts:
-        data = held + text
-        if sizes is None:
-            ends = None
-        else:
-            data_sizes = np.concatenate([held_sizes, sizes])
-            ends = np.cumsum(data_sizes)
-        begin_place = place - (len(held) if ends is None else int(held_sizes.sum()))
-        found = data.find(separator)
-        while found >= 0:
-            if found - last >= len(separator):
-                stop = found + len(separator)
-                start = begin_place + (stop if ends is None else int(ends[stop - 1]))
-                if lo <= start < source.n_bytes:
-                    yield start
-            last = found
-            found = data.find(separator, found + 1)
-        n_held = min(len(separator) - 1, len(data))
-        held = data[len(data) - n_held :]
-        last -= len(data) - n_held
-        if sizes is None:
-            place += len(text)
-        else:
-            held_sizes = data_sizes[len(data) - n_held :]
-            place += int(sizes.sum())
-
-
-def _read_blocks(
-    source: Source, lo: int, hi: int, watch: Callable[[bytes], object] | None = None
-) -> Iterator[bytes]:
-    read = _stored_blocks if source.packing == "none" else _unpacked_blocks
-    try:
-        for block in read(source, lo, hi):
-            if watch is not None:
-                watch(block)
-            yield block
-    except OSError as error:
-        raise UserError(f"{source.name}: cannot be read; {files.describe_error(error)}") from error
-
-
-def _stored_blocks(source: Source, lo: int, hi: int) -> Iterator[bytes]:
-    try:
-        fd = files.open_regular(source.path)
-    except UserError as error:
-        raise UserError(str(error).replace(str(source.path), source.name, 1)) from error
-    try:
-        while lo < hi:
-            block = files.read_at(fd, min(CHUNK_BYTES, hi - lo), lo)
-            if not block:
-                raise became_shorter(source, os.fstat(fd).st_size)
-            lo += len(block)
-            yield block
-    finally:
-        os.close(fd)
-
-
-def _unpacked_blocks(source: Source, lo: int, hi: int) -> Iterator[bytes]:
-    unpacker = source.unpackers.take(source.path, source.packing, source.name, lo)
-    try:
-        while lo < hi:
-            block = unpacker.read(lo, min(lo + CHUNK_BYTES, hi))
-            if not block:
-                raise became_shorter(source, source.path.stat().st_size)
-            lo += len(block)
-            yield block
-    except GeneratorExit:
-        source.unpackers.give(unpacker)
-        raise
-    source.unpackers.give(unpacker)
-
-
-def _read_raw(
-    source: Source, lo: int, hi: int, errors: str, sized: bool, watch: Callable[[bytes], object] | None
-) -> Iterator[Chunk]:
-    """Yield bytes as they are, where they are UTF-8 cut at characters."""
-    rest = b""
-    for block in _read_blocks(source, lo, hi, watch):
-        lo += len(block)
-        data = rest + block
-        cut = len(data) if lo == hi else complete_utf8(data)
-        text, rest = data[:cut], data[cut:]
-        if text:
-            yield Chunk(text, np.ones(len(text), dtype=np.uint32) if sized else None, len(text), 0)
-
-
-def _read_utf8(
-    source: Source, lo: int, hi: int, errors: str, sized: bool, watch: Callable[[bytes], object] | None
-) -> Iterator[Chunk]:
-    rest, place = b"", lo
-    for block in _read_blocks(source, lo, hi, watch):
-        if place < source.n_mark:
-            dropped = min(source.n_mark - place, len(block))
-            block, place = block[dropped:], place + dropped
-        data = rest + block
-        cut = len(data) if place + len(data) == hi else complete_utf8(data)
-        text, rest = data[:cut], data[cut:]
-        if text:
-            yield _check_utf8(source, place, text, errors, sized)
-        place += len(text)
-
-
-def _check_utf8(source: Source, place: int, data: bytes, errors: str, sized: bool) -> Chunk:
-    try:
-        if not data.isascii():
-            data.decode()
-    except UnicodeDecodeError as error:
-        if errors == "strict":
-            raise _not_text(source, place + error.start, data[error.start : error.end]) from None
-        text = data.decode(errors="replace").encode()
-        mark = REPLACEMENT.encode()
-        n_kept = len(text) - len(mark) * (text.count(mark) - data.count(mark))
-        sizes = None
-        if sized:
-            measured = _measure(codecs.getincrementaldecoder("utf-8")("replace"), data, 0, final=True)
-            sizes = _spread(text, measured.sizes)
-        return Chunk(text, sizes, len(data), len(data) - n_kept)
-    return Chunk(data, np.ones(len(data), dtype=np.uint32) if sized else None, len(data), 0)
-
-
-def _read_encoded(
-    source: Source, lo: int, hi: int, errors: str, sized: bool, watch: Callable[[bytes], object] | None
-) -> Iterator[Chunk]:
-    """Decode, from the file's start where an encoding carries state, and yield from `lo` on."""
-    decoder = codecs.getincrementaldecoder(source.codec)(errors)
-    place = source.n_mark
-    if lo < place:
-        for block in _read_blocks(source, lo, min(place, hi), watch):
-            lo += len(block)
-    if _STATELESS.match(source.codec):
-        place = max(lo, place)
-    for block in _read_blocks(source, place, lo):
-        _decode(decoder, block, source, place, final=False)
-        place += len(block)
-    is_stateless = _STATELESS.match(source.codec) is not None
-    taken = n_read = 0  # bytes since the last character; since the last chunk
-    lengths = np.zeros(sys.maxunicode + 1, dtype=np.uint8)
-    for block in _read_blocks(source, place, hi, watch):
-        state = decoder.getstate()
-        final = place + len(block) == source.n_bytes
-        text, in_utf8 = _decode(decoder, block, source, place, final=final)
-        place += len(block)
-        n_read += len(block)
-        after = decoder.getstate()
-        n_waiting = len(after[0]) if is_stateless else 0
-        n_replaced, source_bytes, spread = 0, n_read - n_waiting, None
-        if sized or (errors == "replace" and REPLACEMENT in text):
-            # After bytes that were wrong more may be taken than wait in the decoder.
-            is_regular = taken == len(state[0])
-            known = _look_up(source.codec, text, state, after, block, lengths) if is_regular else None
-            if known is not None:
-                sizes, taken = known, len(after[0])
-            else:
-                again = codecs.getincrementaldecoder(source.codec)(errors)
-                again.setstate(state)
-                try:
-                    _, sizes, taken = _measure(again, block, taken, final=final)
-                except UnicodeError as error:  # in encodings that carry state not all can be replaced
-                    raise _undecodable(source, place - len(block), error) from error
-            if errors == "replace":
-                points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
-                n_replaced = int(sizes[points == ord(REPLACEMENT)].sum())
-            if sized:
-                spread, source_bytes = _spread(in_utf8, sizes), int(sizes.sum())
-        else:
-            taken = len(after[0])
-        if text:
-            yield Chunk(in_utf8, spread, source_bytes, n_replaced)
-            n_read = n_waiting
-
-
-class _Measured(NamedTuple):
-    """Decoded text, the bytes that each character took, and the bytes taken since the last one."""
-
-    text: str
-    sizes: Sizes
-    taken: int
-
-
-def _look_up(
-    codec: str,
-    text: str,
-    before: tuple[bytes, int],
-    after: tuple[bytes, int],
-    block: bytes,
-    lengths: npt.NDArray[np.uint8],
-) -> Sizes | None:
-    """Return the bytes of each character where every one is written as it would be alone; None: not so.
-
-    `before` and `after` are the decoder's states around the block; `lengths` keeps what is known.
-    """
-    if not _STATELESS.match(codec):
-        return None
-    data = before[0] + block
-    data = data[: len(data) - len(after[0])]
-    points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
-    try:
-        if text.encode(codec) != data:
-            return None
-        for point in np.unique(points[lengths[points] == 0]).tolist():
-            lengths[point] = len(chr(point).encode(codec))
-    except UnicodeError:
-        return None
-    sizes = lengths[points].astype(np.uint32)
-    return sizes if int(sizes.sum()) == len(data) else None
-
-
-def _measure(decoder: codecs.IncrementalDecoder, block: bytes, taken: int, *, final: bool) -> _Measured:
-    """Decode byte by byte, since only a decoder knows which bytes make a character.
-
-    Of several characters that one byte completes, the first was wrong before it, so that each of the
-    others took one byte.
-    """
-    parts, sizes = [], []
-    for index in range(len(block)):
-        taken += 1
-        some = decoder.decode(block[index : index + 1], final and index == len(block) - 1)
-        if some:
-            parts.append(some)
-            first = max(taken - len(some) + 1, 0)
-            sizes.append(first)
-            sizes.extend([1] * min(len(some) - 1, taken - first))
-            sizes.extend([0] * (len(some) - 1 - (taken - first)))
-            taken = 0
-    return _Measured("".join(parts), np.array(sizes, dtype=np.uint32), taken)
-
-
-def _spread(text: bytes, sizes: Sizes) -> Sizes:
-    """Give each character's size to its last byte in UTF-8."""
-    spread = np.zeros(len(text), dtype=np.uint32)
-    spread[character_ends(text)] = sizes
-    return spread
-
-
-def _decode(
-    decoder: codecs.IncrementalDecoder, block: bytes, source: Source, place: int, *, final: bool
-) -> tuple[str, bytes]:
-    """Return a block's text, also in UTF-8."""
-    try:
-        text = decoder.decode(block, final)
-        return text, text.encode()
-    except UnicodeDecodeError as error:
-        # What the decoder still held stands before the block in the bytes that it complains of.
-        start = place + len(block) - len(error.object) + error.start
-        raise _not_text(source, start, error.object[error.start : error.end]) from None
-    except UnicodeError as error:
-        raise _undecodable(source, place, error) from error
-
-
-def _undecodable(source: Source, place: int, error: UnicodeError) -> NotText:
-    """Word the refusal of bytes of which their decoder says no more."""
-    return NotText(
-        f"{source.place}: not {source.told_codec} after byte {place}; got {error}; convert it to utf-8 first"
-    )
-
-
-def _align_utf8(source: Source, place: int) -> int:
-    window = b"".join(_read_blocks(source, place, min(place + 4, source.n_bytes)))
-    for index, byte in enumerate(window):
-        if byte & 0xC0 != 0x80:
-            return place + index
-    return place + len(window) if len(window) < 4 else place
-
-
-def _align_encoded(source: Source, place: int) -> int:
-    # Replacing, so that raw bytes and text of the same file are split at the same place.
-    decoder = codecs.getincrementaldecoder(source.codec)("replace")
-    try:
-        for block in _read_blocks(source, _certain_start(source, place), place):
-            decoder.decode(block)
-        for block in _read_blocks(source, place, source.n_bytes):
-            for index in range(len(block)):
-                if not decoder.getstate()[0]:
-                    return place + index
-                decoder.decode(block[index : index + 1])
-            place += len(block)
-    except UnicodeError:
-        return place
-    return place
-
-
-def _certain_start(source: Source, place: int) -> int:
-    """Return a byte at or before `place` from which on a file decodes as it does from its start."""
-    if not _STATELESS.match(source.codec):
-        return 0
-    unit = character_unit(source.codec)
-    if unit > 1:
-        # Some units suffice: of those before a character has two at most.
-        return max(place // unit - 64, 0) * unit
-    begin = max(place - _ANCHOR_BYTES, 0)
-    window = np.frombuffer(b"".join(_read_blocks(source, begin, place)), dtype=np.uint8)
-    anchors = np.flatnonzero(window < 0x30)
-    return begin + int(anchors[-1]) + 1 if len(anchors) else 0
-
-
-def _not_text(source: Source, place: int, bad: bytes) -> NotText:
-    """Word the refusal of bytes that are no text, with the remedy that fits what the file looks like."""
-    got = " ".join(f"0x{byte:02x}" for byte in bad[:4])
-    if place + len(bad) == source.n_bytes and len(bad) < 4 and _is_cut(source.codec, bad):
-        got += " at its end, the beginning of a character"
-    where = f"byte {place}, line {_line_of(source, place)}"
-    return NotText(f"{source.place}: not {source.told_codec} at {where}; got {got}; {_remedy(source, place)}")
-
-
-def _remedy(source: Source, place: int) -> str:
-    # Those who score a text have no other flag than --encoding.
-    otherwise = "train with --encoding-errors replace or --tokenizer byte"
-    head = _head(source)
-    for magic, kind in NO_TEXT.items():
-        if head.startswith(magic):
-            return f"it looks like {kind}, or train with --tokenizer byte"
-    marked = marked_encoding(head)
-    if marked is not None and not source.codec.startswith(marked):
-        return f"it looks like {marked}: use --encoding {marked}"
-    window = _window(source, place)
-    likely = marked or likely_encoding(head, window)
-    if (likely is not None and source.codec.startswith(likely)) or (
-        source.codec == "utf-8" and is_mostly_utf8(window)
-    ):
-        return f"the rest looks like {source.encoding}: mend these bytes, or {otherwise}"
-    if likely is not None:
-        return f"it may be {likely}: try --encoding {likely}, or {otherwise}"
-    if source.codec == "utf-8":
-        return f"name its encoding (is it cp1252? --encoding cp1252), or {otherwise}"
-    return f"name its encoding with --encoding, or {otherwise}"
-
-
-def remedy_of_nuls(source: Source) -> str:
-    """Word what to do about NUL bytes in a file that was read as text; empty: nothing is known."""
-    likely = wide_encoding(_head(source))
-    return "" if likely is None else f"; it may be {likely}: try --encoding {likely}"
-
-
-def _head(source: Source) -> bytes:
-    return b"".join(_read_blocks(source, 0, min(_LOOKED_BYTES, source.n_bytes)))
-
-
-def _window(source: Source, place: int) -> bytes:
-    """Return some bytes around one, from a place on where in most encodings a character begins."""
-    begin = max(place - _LOOKED_BYTES, 0)
-    window = b"".join(_read_blocks(source, begin, min(place + _LOOKED_BYTES, source.n_bytes)))
-    if begin == 0:
-        return window
-    sign = re.search(rb"[\x00-\x2f]", window[: place - begin])
-    return window if sign is None else window[sign.end() :]
-
-
-def _is_cut(codec: str, bad: bytes) -> bool:
-    decoder = codecs.getincrementaldecoder(codec)()
-    try:
-        return decoder.decode(bad) == ""
-    except UnicodeError:
-        return False
-
-
-def _line_of(source: Source, place: int) -> int:
-    """Return the line, counted from 1, on which a byte of a file stands."""
-    decoder = codecs.getincrementaldecoder(source.codec)("replace") if source.codec in WIDE else None
-    line = 1
-    for block in _read_blocks(source, 0, place):
-        line += block.count(b"\n") if decoder is None else decoder.decode(block).count("\n")
-    return line

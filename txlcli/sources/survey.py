@@ -11,7 +11,9 @@ import numpy.typing as npt
 from txlcli.sources.chunk import Chunk, code_points
 from txlcli.sources.corpus import Corpus, Progress
 from txlcli.sources.documents import select
-from txlcli.sources.read import by_conventions, find_split, read_documents, remedy_of_nuls
+from txlcli.sources.fault import remedy_of_nuls
+from txlcli.sources.read import by_conventions, read_documents
+from txlcli.sources.split import find_split
 
 VALID_FRACTION = 0.05
 VALID_BYTES_MAX = 5_000_000
