@@ -1,6 +1,7 @@
 """What holds for every test: fixed seeds, one thread, no network, a folder of its own, no lucky memory."""
 
 import functools
+import gc
 import inspect
 import itertools
 import os
@@ -68,6 +69,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """Tell Python that all there is by now stays: going through it for garbage takes as long as a test."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
