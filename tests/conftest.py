@@ -129,7 +129,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _seeds_without_devices() -> Iterator[None]:
-    """Seed the CPU alone where there is no GPU: for later, torch keeps each seed of others with a traceback."""
+    """Seed the CPU alone where there is no GPU; torch keeps each seed for others, with a traceback."""
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
             patch.setattr(torch, "manual_seed", torch.default_generator.manual_seed)
