@@ -690,7 +690,7 @@ def test_faults_in_plain_words(run: Run) -> None:
     with pytest.raises(UserError, match=r"/state\.json: damaged"):
         load_model(run)
     save(run, TransformerXL(MODEL, TOKENIZER.n_vocab), 3)
-    assert load_model(run).notices == ()
+    assert load_model(run).damage is None
 
 
 def test_a_bit_that_flips_anywhere_in_the_values_is_noticed(run: Run) -> None:
@@ -727,12 +727,12 @@ def test_last_is_the_newest_that_is_whole_and_it_is_said(run: Run) -> None:
     fault = ": damaged; its bytes are not those that were written"
     loaded = load_model(run, "last")
     assert loaded.step == 7
-    assert loaded.notices == (f"{weights.format(9)}{fault}; step 7 is used instead",)
-    assert load_model(run).notices == ()
+    assert loaded.damage == f"{weights.format(9)}{fault}; step 7 is used instead"
+    assert load_model(run).damage is None
     damage(run.checkpoint_path(7) / "model.safetensors", "flipped")
     loaded = load_model(run, "last")
     assert loaded.step == 5
-    assert loaded.notices == (f"{weights.format(9)}{fault}, and 1 more before it; step 5 is used instead",)
+    assert loaded.damage == f"{weights.format(9)}{fault}, and 1 more before it; step 5 is used instead"
     # Another's weights are not what was asked for.
     for which, step in (("best", 7), ("7", 7), ("9", 9)):
         with refused(f"{weights.format(step)}{fault}; {REMEDY}"):
@@ -750,12 +750,12 @@ def test_checkpoints_of_before_there_were_checksums_load(run: Run) -> None:
     unseal(run.checkpoint_path(3))
     assert find_damage(run.checkpoint_path(3), with_state=True) is None
     assert load_state(run.checkpoint_path(3))[1] == expected[1]
-    assert load_model(run, "last").notices == ()
+    assert load_model(run, "last").damage is None
     (run.checkpoint_path(3) / "state.safetensors").write_bytes(b"short")
     assert find_damage(run.checkpoint_path(3), with_state=True)
     for name in ("state.safetensors", "state.json"):
         (run.checkpoint_path(3) / name).unlink()
-    assert load_model(run, "last").notices == ()
+    assert load_model(run, "last").damage is None
 
 
 def test_what_is_written_is_what_is_hashed(run: Run) -> None:

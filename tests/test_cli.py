@@ -646,18 +646,21 @@ def test_a_damaged_checkpoint_is_told_where_another_is_used_and_refused_where_it
     data[-1] ^= 1
     weights.write_bytes(data)
     fault = f"{weights}: damaged; its bytes are not those that were written"
-    used = f"note: {fault}; step 11 is used instead\n"
-    generated = run("generate", "--run", "a", "--checkpoint", "last", "--max-tokens", 3, "--seed", 1)
-    assert used in generated.stderr
+    used = f"warning: {fault}; step 11 is used instead\n"
+    last = ("generate", "--run", "a", "--checkpoint", "last", "--max-tokens", 3, "--seed", 1)
+    assert run(*last).stderr.startswith(used)
+    assert run(*last, "--quiet").stderr == used  # another model than the one named
     scored = run("eval", "--run", "a", "--checkpoint", "last", "--mem-len", 8, "--json")
-    assert json.loads(scored.stdout)["notices"][0] == used.strip().removeprefix("note: ")
+    assert json.loads(scored.stdout)["notices"][0] == used.strip().removeprefix("warning: ")
     Path("a/pointers.json").write_text('{"best": 12, "best_nll": 1.0, "last": 12}')
     for flags in ([], ["--checkpoint", "12"]):
         assert refusal("generate", "--run", "a", *flags).startswith(f"{fault}; take another step with ")
+    shutil.copytree("a", "b")
+    assert run("train", "--resume", "b", "--quiet").stderr.startswith(used.replace("a/", "b/"))
     resumed = run("train", "--resume", "a")
     assert used in resumed.stderr
     assert weights.read_bytes() == (trained / weights.relative_to("a")).read_bytes()
-    assert "note: " not in run("generate", "--run", "a", "--max-tokens", 3).stderr
+    assert "warning: " not in run("generate", "--run", "a", "--max-tokens", 3).stderr
 
 
 def test_silence_does_not_change_the_result(text):

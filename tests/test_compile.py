@@ -32,6 +32,7 @@ from txlcli.run import list_checkpoints, open_run
 from txlcli.tokenizer import load_tokenizer
 from txlcli.train import (
     Budget,
+    Finished,
     Notice,
     Planned,
     Progress,
@@ -325,11 +326,14 @@ def test_resuming_may_change_it_and_says_so(tmp_path: Path, use: Function) -> No
     assert "compile on -> off" in notice
 
 
-def test_a_finished_run_compiles_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ready = make_run(tmp_path)
+def test_a_finished_run_compiles_nothing_more(tmp_path: Path, use: Function) -> None:
+    compiler = use(Compiler())
+    ready = make_run(tmp_path, compile=True)
     list(train(ready.run, ready.config))
-    monkeypatch.setattr(TrainState, "compile", lambda self: pytest.fail("compiled"))
-    list(train(ready.run, ready.config))
+    assert compiler.shapes
+    compiler.shapes.clear()
+    assert [type(event) for event in train(ready.run, ready.config)] == [Finished]
+    assert compiler.shapes == []
 
 
 def test_steps_are_timed_once_compiled_and_compiling_is_added_to_what_was_spent(

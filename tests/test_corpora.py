@@ -3,7 +3,6 @@
 import gzip
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +10,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.test_sources import count_unpacked
 from txlcli import UserError
 from txlcli.cli import main
 from txlcli.config import load
 from txlcli.data import read_store_info
 from txlcli.run import Run
-from txlcli.sources import unpack
 from txlcli.tokenizer import load_tokenizer
 
 SIZES = "--d-model 16 --n-layer 1 --n-head 2 --tgt-len 8 --mem-len 8 --batch-size 2"
@@ -135,17 +134,9 @@ def test_packed_text_trains_as_the_same_text_does() -> None:
 
 def test_a_packed_text_of_some_megabytes_is_unpacked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("packed.txt").write_bytes(gzip.compress(TEXT.encode()))
-    n_unpacked, real = 0, unpack.unpack
-
-    def counted(*args: Any) -> Iterator[unpack.Piece]:
-        nonlocal n_unpacked
-        for piece in real(*args):
-            n_unpacked += len(piece.data)
-            yield piece
-
-    monkeypatch.setattr(unpack, "unpack", counted)
+    unpacked = count_unpacked(monkeypatch)
     train("packed.txt", "--tokenizer", "sentencepiece", "--document-separator", r"\n", "--out", "r")
-    assert n_unpacked == len(TEXT)
+    assert sum(unpacked) == len(TEXT)
 
 
 def test_settings_of_a_corpus_are_kept_with_the_run() -> None:

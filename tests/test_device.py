@@ -65,3 +65,12 @@ def test_the_environment_names_what_exact_repetition_needs():
     assert facts["device"] == "cpu"
     assert facts["precision"] == "fp32"
     assert facts["processor"]
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_on_a_gpu_the_environment_names_whether_only_what_repeats_is_allowed(monkeypatch, is_deterministic):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_deterministic)
+    facts = environment(torch.device("cuda"), "bf16")
+    assert facts["processor"] == "a GPU"
+    assert facts["deterministic"] == ("on" if is_deterministic else "off")

@@ -566,7 +566,13 @@ def test_every_plan_builds() -> None:
         for n_vocab in (2, 50_000):
             one = dataclasses.replace(one, n_vocab=n_vocab)
             before = plan_vocabulary(plan_text({}, one), one)
-            build(plan_length(before, one, lambda settings: QUICK_MACHINE))
+            config = build(plan_length(before, one, lambda settings: QUICK_MACHINE))
+            assert config.machine.device == kind
+            assert muon or config.optim.optimizer != "muon"
+            steps = config.train.steps
+            assert steps is not None
+            assert 0 < config.train.eval_every <= steps
+            assert 0 < config.train.save_every <= steps
 
 
 def test_rules_do_not_write_into_what_they_are_given() -> None:

@@ -269,7 +269,7 @@ def test_text_of_users_is_no_markup():
     assert "a  [link=x]b[/link]\n" in stream.text
 
 
-def test_a_quiet_screen_writes_nothing():
+def test_a_quiet_screen_writes_warnings_alone():
     stream = Stream()
     screen = Screen.of(stream, is_quiet=True)
     screen.write("a")
@@ -277,6 +277,8 @@ def test_a_quiet_screen_writes_nothing():
     screen.draw(facts_table([("c", "d")]))
     Stages(screen).show("e", 0, 10, "bytes")
     assert stream.text == ""
+    screen.warn("lost\n")
+    assert stream.text == "warning: lost\\n\n"
 
 
 # Stages
@@ -504,6 +506,16 @@ def test_silence_does_not_change_the_result():
     evaluated = train.Evaluated(3000, score(total_nll=1600.0), 96, is_best=False, is_whole=False)
     events = [evaluated, finished()]
     assert draw(events, is_quiet=True) == ("", draw(events)[1])
+
+
+def test_what_is_lost_is_said_to_all_but_those_who_cannot_hear():
+    lost = train.Notice("a is damaged; b is used instead", is_damage=True)
+    assert draw([lost], is_quiet=True)[0] == draw([lost])[0] == "warning: a is damaged; b is used instead\n"
+    stream = Stream()
+    with Training(Screen.of(stream), Screen.of(stream)) as drawing:
+        drawing.hush()
+        drawing.show(lost)
+    assert stream.text == ""
 
 
 # Tables

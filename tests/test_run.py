@@ -15,6 +15,7 @@ from txlcli import UserError
 from txlcli import run as runs
 from txlcli.config import Config, dump
 from txlcli.run import Pointers, Run
+from txlcli.run.checkpoints import remove_checkpoint
 from txlcli.tokenizer import build_tokenizer
 
 
@@ -100,7 +101,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_and_not_left_behind(
     def refuse(path: Path, data: bytes) -> None:
         raise UserError(f"{path}: cannot be written; read-only file system")
 
-    monkeypatch.setattr(runs, "write_whole", refuse)
+    monkeypatch.setattr("txlcli.run.making.write_whole", refuse)
     with refused("a/b: cannot write a run here; read-only file system; name another folder with --out DIR"):
         runs.new_run(Path("a/b"), "corpus")
     assert not Path("a").exists()
@@ -221,9 +222,9 @@ def test_a_removal_cut_short_leaves_nothing_that_looks_whole(monkeypatch: pytest
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs.shutil, "rmtree", cut_short)
+        patch.setattr("shutil.rmtree", cut_short)
         with pytest.raises(KeyboardInterrupt):
-            runs.remove_checkpoint(run.checkpoint_path(1))
+            remove_checkpoint(run.checkpoint_path(1))
     assert runs.list_checkpoints(run) == [2]
     assert len(list(run.checkpoints_folder.iterdir())) == 2
     runs.sweep_run(run)

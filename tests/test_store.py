@@ -17,7 +17,7 @@ import pytest
 
 from tests.test_train import TINY, make_run, of_kind, train_run, write_corpus
 from txlcli import UserError
-from txlcli.config import from_flags
+from txlcli.config import Sourced, build, from_flags, read_settings
 from txlcli.data import (
     Prepared,
     StoreInfo,
@@ -35,7 +35,7 @@ from txlcli.data.workers import Workers, worker_count
 from txlcli.run import Run, describe_run, read_asked
 from txlcli.sources import find_corpus, read
 from txlcli.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
-from txlcli.train import Event, Finished, Notice, Progress, Ready, begin, evaluating, preparing, resume, train
+from txlcli.train import Event, Finished, Notice, Progress, Ready, begin, evaluating, resume, train
 
 PACKAGE_PARENT = Path(store.__file__).parents[2]
 HOUR_NS = 3_600_000_000_000
@@ -297,8 +297,8 @@ def test_a_text_is_prepared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise AssertionError("this was done before")
 
     with monkeypatch.context() as patch:
-        for module, name in ((preparing, "survey"), (preparing, "build_tokenizer"), (preparing, "prepare")):
-            patch.setattr(module, name, fail)
+        for name in ("texts.survey", "ids.build_tokenizer", "ids.prepare"):
+            patch.setattr(f"txlcli.train.{name}", fail)
         patch.setattr(origin.Hashing, "_hash", fail)
         second, told_again = begun(tmp_path, "second", **flags, n_layer=1)
     assert told_again == [
@@ -315,7 +315,7 @@ def test_a_text_is_prepared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     shutil.rmtree(first.folder)
     ready = begun(tmp_path, "third", **flags)
     assert inodes(ready[0]) == inodes(second)
-    events = list(train(second, preparing.build(preparing.read_settings(second.config_path))))
+    events = list(train(second, build(read_settings(second.config_path))))
     assert isinstance(events[-1], Finished)
 
 
@@ -404,7 +404,7 @@ def test_the_seed_makes_another_store_only_where_it_chooses_what_is_learned_from
     flags = {"tokenizer": "sentencepiece", "vocab_size": 300}
     begun(tmp_path, "first", **flags)
     assert "prepared before" in " ".join(begun(tmp_path, "second", **flags, seed=1)[1])
-    monkeypatch.setattr(preparing, "sampled_bytes", lambda kind, newlines: 1000)
+    monkeypatch.setattr("txlcli.train.ids.sampled_bytes", lambda kind, newlines: 1000)
     begun(tmp_path, "third", **flags, seed=1)
     assert not [text for text in begun(tmp_path, "fourth", **flags, seed=2)[1] if "prepared before" in text]
 
@@ -618,8 +618,7 @@ def test_what_was_asked_in_a_file_stays_so_when_begun_again(tmp_path: Path) -> N
     write_corpus(tmp_path)
     asked = {**TINY, "corpus": ("words.txt",)}
     settings = {
-        name: preparing.Sourced(one.value, f"a.yaml:{i}")
-        for i, (name, one) in enumerate(from_flags(asked).items())
+        name: Sourced(one.value, f"a.yaml:{i}") for i, (name, one) in enumerate(from_flags(asked).items())
     }
     events = begin(settings, out=Path("run"))
     for event in events:

@@ -53,7 +53,7 @@ from txlcli.train import (
     train,
 )
 from txlcli.train.optim import build_optimizers, is_hidden_matrix, set_learning_rate
-from txlcli.train.preparing import choose_attention
+from txlcli.train.request import choose_attention
 from txlcli.train.state import TrainState, optimize
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "then", "some", "more", "ox")
@@ -919,7 +919,7 @@ def test_a_vocabulary_learned_from_a_part_says_so(
     told = f"vocabulary: learned from {mebibytes} MiB drawn from all over the text"
     events = list(begin(from_flags(flags), dry_run=True))
     assert told not in [event.text for event in of_kind(events, Notice)]
-    monkeypatch.setattr("txlcli.train.preparing.sampled_bytes", lambda kind, newlines: 1 << 10)
+    monkeypatch.setattr("txlcli.train.ids.sampled_bytes", lambda kind, newlines: 1 << 10)
     told = told.replace(f"{mebibytes} MiB", "0 MiB")
     events = list(begin(from_flags(flags), dry_run=True))
     assert told in [event.text for event in of_kind(events, Notice)]

@@ -65,6 +65,7 @@ class LanguageModel:
         device: Where the network lies.
         precision: What was asked for: `auto`, `fp32`, `bf16` or `fp16`.
         notices: What is otherwise here than where the run was trained.
+        damage: Which newer checkpoint is damaged, so that this one was taken; None: none.
     """
 
     run: Run
@@ -76,6 +77,7 @@ class LanguageModel:
     device: torch.device
     precision: str = "auto"
     notices: tuple[str, ...] = ()
+    damage: str | None = None
 
     # Generating
 
@@ -392,7 +394,8 @@ def load(
         start_id=known.start_id,
         device=chosen,
         precision=precision,
-        notices=(*loaded.notices, *(() if told is None else (f"attention: {told}",))),
+        notices=() if told is None else (f"attention: {told}",),
+        damage=loaded.damage,
     )
 
 

@@ -91,8 +91,8 @@ class LoadedModel:
     config: Config
     step: int
     run: Run
-    notices: tuple[str, ...] = ()
-    """What the user should know of how it was found."""
+    damage: str | None = None
+    """Which newer checkpoint is damaged, so that this one was taken; None: none."""
 
 
 # Writing
@@ -332,7 +332,7 @@ def load_model(run: Run, which: str = "best", device: str | torch.device = "cpu"
             path, notice = find_checkpoint(run, which)
             # What looks damaged may only have been deleted while it was looked at.
             if notice is None or not n_left or _look_around(run) == before:
-                return _load_model(run, path, device, () if notice is None else (notice,))
+                return _load_model(run, path, device, notice)
         except UserError:
             # A training may have deleted the step meanwhile, or be putting it in the place of another.
             time.sleep(_READ_PAUSE_S)
@@ -351,7 +351,7 @@ def _look_around(run: Run) -> list[tuple[str, int]]:
     return seen
 
 
-def _load_model(run: Run, path: Path, device: str | torch.device, notices: tuple[str, ...]) -> LoadedModel:
+def _load_model(run: Run, path: Path, device: str | torch.device, damage: str | None) -> LoadedModel:
     settings = read_settings(run.config_path)
     config = build(settings)
     tokenizer = load_run_tokenizer(run)
@@ -369,7 +369,7 @@ def _load_model(run: Run, path: Path, device: str | torch.device, notices: tuple
             model = TransformerXL(config.model, tokenizer.n_vocab)
         _check_tensors(path / _WEIGHTS, file, model.state_dict())
         _copy_tensors(file, model)
-    return LoadedModel(model.to(device).eval(), tokenizer, config, step_of(path), run, notices)
+    return LoadedModel(model.to(device).eval(), tokenizer, config, step_of(path), run, damage)
 
 
 def load_weights(path: Path, model: nn.Module) -> None:

@@ -92,13 +92,16 @@ def repeat_exactly() -> None:
 def environment(device: torch.device, precision: str) -> dict[str, str | int]:
     """Return what must be equal for two runs of the same settings to be equal bit for bit."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_facts()[0]
-    return {
+    facts: dict[str, str | int] = {
         "device": device.type,
         "processor": name,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "precision": precision,
     }
+    if device.type == "cuda":  # there it chooses other operations; those of a CPU repeat anyway
+        facts["deterministic"] = "on" if torch.are_deterministic_algorithms_enabled() else "off"
+    return facts
 
 
 def _cpu_facts() -> tuple[str, set[str]]:

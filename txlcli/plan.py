@@ -25,7 +25,7 @@ from txlcli.config import (
     blame,
     build,
     flatten,
-    leaf,
+    value_of,
 )
 from txlcli.tokenizer import default_vocab_size
 
@@ -136,7 +136,7 @@ class Known:
 
     def value(self, name: str) -> object:
         """Return what is known, else the setting's default."""
-        return self.settings[name].value if name in self.settings else leaf(name).default
+        return value_of(self.settings, name)
 
     def number(self, name: str) -> float:
         """Return a known number."""

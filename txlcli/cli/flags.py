@@ -146,5 +146,5 @@ MosesFlag = Annotated[
         help="text is raw, as books are; split it into words as WikiText-103 is (newlines eos only)",
     ),
 ]
-QuietFlag = Annotated[bool, option("--quiet", help="nothing on stderr but errors")]
+QuietFlag = Annotated[bool, option("--quiet", help="nothing on stderr but errors and warnings of damage")]
 JsonFlag = Annotated[bool, option("--json", help="print JSON")]

@@ -217,6 +217,8 @@ def _pieces(
     from txlcli.generate import GeneratedText, in_order
 
     prompt = lm.read_prompt(source)
+    if lm.damage is not None:
+        screen.warn(lm.damage)
     for notice in (*lm.notices, *prompt.notices):
         screen.note(notice)
     screen.aside(" · ".join(_settings(lm, options)))

@@ -31,6 +31,7 @@ from txlcli.config.sections import (
     leaf,
     override,
     unescape,
+    value_of,
 )
 from txlcli.config.setting import DEFAULT, FLAG, Leaf, Settings, Sourced, check, fault_at, parse, shown
 from txlcli.config.yaml_file import (
@@ -80,4 +81,5 @@ __all__ = [
     "read_settings",
     "shown",
     "unescape",
+    "value_of",
 ]

@@ -579,6 +579,11 @@ def leaf(name: str) -> Leaf:
     return found
 
 
+def value_of(settings: Settings, name: str) -> Any:  # Any: a setting's own type, which its name decides
+    """Return what a setting is set to, else its default."""
+    return settings[name].value if name in settings else leaf(name).default
+
+
 def _check_fields(section_config: Any) -> None:
     """Check every field of a section as it is made, and store each in the setting's own type."""
     for f in dataclasses.fields(section_config):

@@ -5,7 +5,7 @@ import os
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TextIO
 
 from txlcli.report.text import escape_controls, escape_line
@@ -38,7 +38,7 @@ class Screen:
         has_color: Colour is welcome: animated, and no NO_COLOR in the environment (no-color.org).
         is_unicode: Its encoding holds every character.
         width: Columns; a wide fixed number where it is no terminal.
-        is_quiet: Nothing is written at all.
+        is_quiet: Nothing is written but warnings.
     """
 
     stream: TextIO
@@ -81,6 +81,10 @@ class Screen:
     def note(self, text: str) -> None:
         """Write a line about something that the user should know."""
         self.write(self.noted(text))
+
+    def warn(self, text: str) -> None:
+        """Write a line about something that was lost, also where all else is quiet."""
+        replace(self, is_quiet=False).write(f"{self.style('warning', 'yellow')}: {escape_line(text)}")
 
     def noted(self, text: str) -> str:
         """Return the line that `note` writes."""

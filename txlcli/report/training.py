@@ -44,6 +44,7 @@ class Training:
         self._lines_done = 0
         self._scope = ""
         self._best_scope = ""
+        self._is_hushed = False
 
     def __enter__(self) -> "Training":
         return self
@@ -55,6 +56,7 @@ class Training:
         """Write nothing but the result from now on."""
         self._close_bars()
         self.screen = replace(self.screen, is_quiet=True)
+        self._is_hushed = True
 
     def show(self, event: "Event") -> None:
         """Draw one event."""
@@ -74,6 +76,9 @@ class Training:
             self.screen.write(f"{self.screen.style('run', 'dim')}  {told}")
         elif isinstance(event, train.Evaluated):
             self._evaluated(event)
+        elif isinstance(event, train.Notice) and event.is_damage and not self._is_hushed:
+            self._close_bars()
+            self.screen.warn(event.text)
         elif self.screen.is_quiet:
             return
         elif isinstance(event, train.Progress):

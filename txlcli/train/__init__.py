@@ -9,8 +9,14 @@
     session     run, text and state in one hand, and how they are saved
     evaluating  scores and a little text
     loop        what is due after a step
+    compiled    the forward pass of a step through torch.compile
     cost        memory, disk and time that a training will take
-    preparing   from a corpus to a run
+    preparing   from a corpus to a run; what it goes through:
+    request     what was asked for, checked before a text is read
+    place       where the run is prepared
+    texts       its texts, found and surveyed
+    ids         their vocabulary and ids, of a run beside or new
+    summary     the plan in words
     resuming    from a run to its continuation
 """
 

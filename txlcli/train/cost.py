@@ -5,7 +5,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from txlcli import UserError
 from txlcli.attention import fused, skew
 from txlcli.checkpoint import describe_weights, save_checkpoint
-from txlcli.config import Config, ModelConfig
+from txlcli.config import LENGTHS, Config, ModelConfig, Settings, Sourced, build
 from txlcli.data import Batches, open_counts, open_split, read_store_info
 from txlcli.device import choose_device, choose_precision
 from txlcli.evaluate import EvalProgress, evaluate
@@ -22,6 +22,7 @@ from txlcli.plan import Measured
 from txlcli.run import Run
 from txlcli.tokenizer import Tokenizer
 from txlcli.train.evaluating import sample_text
+from txlcli.train.events import Event, Notice
 from txlcli.train.machine import LOWER, is_out_of_memory, out_of_memory, run_on, scoring_precision
 from txlcli.train.state import TrainState, optimize
 
@@ -156,6 +157,11 @@ def check_fits(config: Config, n_vocab: int, device: torch.device, run: Run | No
             f"they take about {needed / 1e6:.0f} MB, {free / 1e6:.0f} MB are free; "
             "choose another place with --out, or lower --keep"
         )
+
+
+def without_length(settings: Settings) -> Config:
+    """Build settings whose length is still open."""
+    return build({name: sourced for name, sourced in settings.items() if name not in LENGTHS})
 
 
 class Interrupted(Exception):
@@ -305,3 +311,13 @@ def _measure_save(state: TrainState, run: Run, config: Config, tokenizer: Tokeni
             values=state.values(),
         )
         return time.perf_counter() - begun
+
+
+def leave_out_failed_compile(
+    settings: Settings, measured: Measured | None
+) -> Generator[Event, None, Settings]:
+    """Say that compiling failed while steps were timed, and leave it out, so that it is not tried again."""
+    if measured is None or measured.compile_fault is None:
+        return settings
+    yield Notice(f"compile: failed, {measured.compile_fault}; going on uncompiled")
+    return settings | {"compile": Sourced(False, "plan: failed here")}

@@ -31,9 +31,16 @@ class Progress:
 
 @dataclass(frozen=True)
 class Notice:
-    """Something that the user should know, said once."""
+    """Something that the user should know, said once.
+
+    Attributes:
+        text: What, in a line.
+        is_damage: A part of the run is damaged or gone and the training goes on without it: said also
+            to those who want to hear of errors only.
+    """
 
     text: str
+    is_damage: bool = False
 
 
 @dataclass(frozen=True)

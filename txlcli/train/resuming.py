@@ -27,10 +27,11 @@ from txlcli.files import describe_error, write_whole
 from txlcli.plan import MINUTES, Facts, Known, Measured, last_eval_is_whole, minutes_text, steps_within
 from txlcli.run import Run, read_asked, read_bits_per_byte, refuse_converted, sweep_run, writing
 from txlcli.tokenizer import load_tokenizer
-from txlcli.train.cost import Interrupted, check_fits, measure
+from txlcli.train.cost import Interrupted, check_fits, leave_out_failed_compile, measure, without_length
 from txlcli.train.events import Budget, Event, Finished, Notice, Progress, Ready
 from txlcli.train.optim import learning_rate
-from txlcli.train.preparing import begin_again, choose_attention, leave_out_failed_compile, without_length
+from txlcli.train.preparing import begin_again
+from txlcli.train.request import choose_attention
 from txlcli.train.session import look_for_best, settle
 from txlcli.train.state import Counters, read_counters
 

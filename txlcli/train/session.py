@@ -92,7 +92,7 @@ class Session:
             raise blame(error, read_settings(run.config_path)) from None
         session = cls(run, config, state, tokenizer, info, valid, counts)
         if newest is not None:
-            session.notices += [] if notice is None else [Notice(notice)]
+            session.notices += [] if notice is None else [Notice(notice, is_damage=True)]
             session.restore(newest)
         else:
             cut_metrics(run, 0)
@@ -150,7 +150,7 @@ class Session:
             raise UserError(f"{path}: state.json: `metrics_bytes` or `environment` cannot be; damaged")
         if not cut_metrics(self.run, n_bytes):
             text = f"{self.run.metrics_path}: shorter than it was at step {counters.step}; left as it is"
-            self.notices.append(Notice(text))
+            self.notices.append(Notice(text, is_damage=True))
         now = self.environment()
         changed = [
             f"{key} {then[key]!s:.40} -> {now[key]}" for key in now if key in then and then[key] != now[key]
@@ -182,7 +182,8 @@ def look_for_best(run: Run, counters: Counters) -> tuple[int | None, list[Notice
         fault = f"{run.checkpoint_path(best)}: is not there any more"
     if fault is None:
         return None, []
-    return best, [Notice(f"{fault}; it was the best, so best is last until an evaluation is better")]
+    text = f"{fault}; it was the best, so best is last until an evaluation is better"
+    return best, [Notice(text, is_damage=True)]
 
 
 def settle(run: Run, counters: Counters, keep: int, lost_best: int | None) -> None:
