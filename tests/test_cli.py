@@ -791,7 +791,7 @@ def test_eval_reads_text_as_its_run_did(trained, tmp_path):
     bad = tmp_path / "bad.txt"
     bad.write_bytes(b"caf\xe9 na\x92ve\n" * 30)
     assert refusal("eval", bad, "--run", trained) == (
-        f"{bad}: not utf-8 at byte 3, line 1; got 0xe9; name its encoding (--encoding cp1252), "
+        f"{bad}: not utf-8 at byte 3, line 1; got 0xe9; name its encoding (is it cp1252? --encoding cp1252), "
         "or train with --encoding-errors replace or --tokenizer byte"
     )
     flags = ["--tokenizer", "char", "--encoding-errors", "replace", "--steps", "1", "--out", "r"]
@@ -972,7 +972,7 @@ def test_config_yaml_of_a_run_is_what_its_flags_said(trained):
         ("--cutoffs 5,10 --div-val 5", "--div-val: div_val 5 leaves no width for cluster 2 of d_embed 16; "),
         ("--div-val 2000", "--div-val: must be a whole number of at least 1 and at most 1024; got `2000`"),
         ("--d-model 17", "--d-model: must be even, for pairs of sine and cosine; got 17; try 18"),
-        ("--n-head 3", "--n-head: n_head 3 does not divide d_model 16; change one or give d_head"),
+        ("--n-head 3", "--n-head: n_head 3 does not divide d_model 16; change one or give --d-head"),
         ("--position shawn", "--position: must be one of relative, shaw, sinusoid, learned; got `shawn`"),
         (
             "--position learned --absolute-positions continue",

@@ -320,8 +320,8 @@ def test_bad_flags(flags: Mapping[str, object], message: str | None) -> None:
 
 
 BAD_TOGETHER = [
-    ({"d_model": "162"}, "--d-model: n_head 4 does not divide d_model 162; change one or give d_head"),
-    ({"n_head": "3"}, "--n-head: n_head 3 does not divide d_model 160; change one or give d_head"),
+    ({"d_model": "162"}, "--d-model: n_head 4 does not divide d_model 162; change one or give --d-head"),
+    ({"n_head": "3"}, "--n-head: n_head 3 does not divide d_model 160; change one or give --d-head"),
     ({"d_model": "161"}, "--d-model: must be even, for pairs of sine and cosine; got 161; try 162"),
     (
         {"accumulate": "3"},

@@ -165,12 +165,13 @@ def test_settings_of_a_corpus_are_kept_with_the_run() -> None:
         ),
         (
             "--document-separator 紅 --encoding cp1252",
-            "--document-separator: document_separator `紅` cannot be written in cp1252; "
+            "--document-separator: the separator of documents `紅` cannot be written in cp1252; "
             "choose one that stands in the text",
         ),
         (
             "--valid-every 10",
-            "--valid-every: needs documents; give text_field, document_separator or document_per_file too",
+            "--valid-every: needs documents; give --text-field, --document-separator or --document-per-file "
+            "too",
         ),
         (
             "--valid-every 1 --document-per-file",
@@ -190,8 +191,8 @@ def test_settings_of_a_corpus_are_kept_with_the_run() -> None:
         ),
         (
             "--reset-memory-at-documents",
-            "--reset-memory-at-documents: needs documents; give text_field, document_separator or "
-            "document_per_file too",
+            "--reset-memory-at-documents: needs documents; give --text-field, --document-separator or "
+            "--document-per-file too",
         ),
         ("--include *.txt --include", "--include: needs a value"),
         (
@@ -263,7 +264,21 @@ def test_an_empty_prompt_starts_where_a_document_does() -> None:
 def test_the_first_line_shown_is_that_of_the_first_document_learned_from() -> None:
     Path("text.txt").write_text("one|two|three|four|" + "and so on|" * 200)
     rules = ("--tokenizer", "char", "--document-separator", "|", "--valid-every", "2")
-    assert shown("text.txt", *rules)["first line"] == ["one"]
+    facts = shown("text.txt", *rules)
+    assert facts["first line"] == ["one"]
+    assert facts["3 pieces"] == ["│o│n│e│"]
+
+
+def test_of_a_long_first_line_the_first_pieces_are_shown() -> None:
+    Path("text.txt").write_text("\n\n" + "紅 ab " * 200 + "\nand so on" * 100)
+    facts = shown("text.txt", "--tokenizer", "char")
+    assert facts["first line"][-1].endswith("…")
+    # Seven bytes a time in 400; of the one more that fits no character is made.
+    assert facts["first 285 pieces"][-1].endswith("│…")
+    facts = shown("text.txt", "--tokenizer", "word", "--newlines", "eos")
+    assert facts["first line"][-1].endswith("…")
+    (name,) = (name for name in facts if name.startswith("first ") and name.endswith(" pieces"))
+    assert facts[name][0].startswith("│紅│")
 
 
 # A run that was trained on documents scores files as such.
@@ -380,9 +395,71 @@ def test_a_file_that_is_no_json_lines_is_refused_with_the_way_out(lined: Path) -
         "--document-separator: plain was not trained on documents, so that its vocabulary has no end of one; "
         "leave it out"
     )
-    assert refusal_of(
-        "text.txt", "--run", lined, "--document-separator", "紅", "--encoding", "latin-1"
-    ).startswith("--document-separator: cannot be written in iso8859-1; got `紅`; ")
+    assert refusal_of("text.txt", "--run", lined, "--document-separator", "紅", "--encoding", "latin-1") == (
+        "--document-separator: cannot be written in iso8859-1; got `紅`; choose one that stands in the text, "
+        "or another --encoding"
+    )
+    assert refusal_of("text.txt", "--run", lined, "--document-separator", r"a\q") == (
+        r"--document-separator: must have \n, \t, \r or \\ where a backslash is; got `a\q`; write \\ for one"
+    )
+    assert (
+        refusal_of("text.txt", "--run", lined, "--text-field", "") == "--text-field: must be a text; got ``"
+    )
+    Path("pretty.json").write_text(json.dumps([{"a": TEXT}], indent=1))
+    assert refusal_of("pretty.json", "--run", lined, "--text-field", "a") == (
+        "pretty.json: line 1 is no JSON object; got a list that goes on beyond the line; each line must be "
+        "an object with a text in `a`: for example jq -c '.[]' FILE writes such lines"
+    )
+
+
+def test_a_separator_that_is_nowhere_is_said_of_every_text(lined: Path) -> None:
+    Path("some.txt").write_text("|".join(DOCUMENTS))
+    told = "some.txt: the document separator is nowhere in it; it is one document"
+    for separator, notices in (("#", [told]), ("|", [])):
+        found = evaluate("some.txt", "--run", lined, "--document-separator", separator)
+        assert found["notices"] == notices
+    Path("text.txt").write_text(TEXT.replace("\n", "#"))
+    rules = ("--document-separator", "#", "--tokenizer", "char")
+    _, stderr = train("text.txt", *rules, "--valid", "some.txt", "--test", "some.txt", "--out", "r")
+    assert stderr.count(told) == 2
+    assert "text.txt: the document separator" not in stderr
+    Path("text.txt").write_text(TEXT)
+    _, stderr = train("text.txt", *rules, "--out", "none")
+    assert stderr.count("text.txt: the document separator is nowhere in it; it is one document") == 1
+
+
+def test_a_file_is_read_in_the_encoding_of_the_runs_text() -> None:
+    from txlcli.api import load as load_run
+
+    text = "紅樓夢 a\n" * 60
+    Path("text.txt").write_text(text, encoding="gb18030")
+    Path("utf8.txt").write_text(text)
+    train("text.txt", "--encoding", "gb18030", "--tokenizer", "char", "--out", "r")
+    found = [
+        evaluate("text.txt", "--run", "r"),
+        evaluate("-", "--run", "r", stdin=text.encode("gb18030")),
+        evaluate("text.txt", "--run", "r", "--encoding", "gbk"),
+        evaluate("utf8.txt", "--run", "r", "--encoding", "utf-8"),
+    ]
+    assert {one["rows"][0]["total_nll"] for one in found} == {found[0]["rows"][0]["total_nll"]}
+    assert [one["protocol"]["encoding"] for one in found] == ["gb18030", "gb18030", "gbk", "utf-8"]
+    assert [one["bytes"] for one in found] == [9 * 60, 9 * 60, 9 * 60, 12 * 60]
+    lm = load_run("r", device="cpu")
+    scores = [
+        lm.score(text),
+        lm.score(Path("text.txt")),
+        lm.score(text.encode("gb18030")),
+        lm.score(Path("utf8.txt"), encoding="utf-8"),
+    ]
+    assert {one.total_nll for one in scores} == {found[0]["rows"][0]["total_nll"]}
+    Path("utf8.txt").write_text("紅 " * 20)
+    result = CliRunner().invoke(main, ["eval", "utf8.txt", "--run", "r"])
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (
+        2,
+        "error: utf8.txt: not gb18030 at byte 2, line 1; got 0x85; it may be utf-8: try "
+        "--encoding utf-8, or train with --encoding-errors replace or --tokenizer byte; it is read as "
+        "gb18030 because the text of r was",
+    )
 
 
 def test_from_python_files_have_documents_and_texts_have_none(lined: Path) -> None:

@@ -40,6 +40,7 @@ from txlcli.data import (
 )
 from txlcli.data.ahead import Ahead
 from txlcli.sources import (
+    Chunk,
     Corpus,
     Newlines,
     Spaces,
@@ -825,6 +826,8 @@ class DocumentChunk(NamedTuple):
     document_ends: Any
     end_sizes: Any
     skipped_bytes: int = 0
+
+    has_separators = Chunk.has_separators
 
     @property
     def read_bytes(self) -> int:

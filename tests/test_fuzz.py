@@ -1,8 +1,11 @@
 """Every reader of files against damaged ones: it returns, or refuses in one line, and does nothing else."""
 
+import bz2
+import gzip
 import hashlib
 import itertools
 import json
+import lzma
 import os
 import pickle
 import pty
@@ -16,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +64,7 @@ from txlcli.run import (
     read_pointers,
     write_conversion,
 )
-from txlcli.sources import find_corpus
+from txlcli.sources import Survey, find_corpus, find_place, read_chunks, read_text, survey
 from txlcli.tokenizer import build_tokenizer, load_tokenizer
 from txlcli.train import NonFinite, Notice, Ready, begin, evaluating, resume, train
 from txlcli.train.state import TrainState, optimize
@@ -313,6 +317,66 @@ def make_resumed(trained: Path) -> tuple[Path, Reader]:
     return folder, Reader(dict.fromkeys(names, ()), go_on, writes=True, prepare=mostly_seal)
 
 
+CORPORA: dict[str, dict[str, Any]] = {
+    "lines.jsonl": {"text_field": "text", "valid_every": 2},
+    "lines.gz": {"text_field": "text"},
+    "text.xz": {"document_separator": "\n"},
+    "text.bz2": {"newlines": "drop"},
+    "text.zst": {},
+    "documents.txt": {"document_separator": "|", "valid_every": 2},
+    "chinese.txt": {"encoding": "gb18030", "document_separator": "。"},
+    "japanese.txt": {"encoding": "iso2022_jp", "document_per_file": True},
+    "wide.txt": {"encoding": "utf-16", "newlines": "drop"},
+}
+"""Files of a corpus, each with how it is read."""
+
+
+def read_corpora(folder: Path, sound: dict[str, bytes]) -> None:
+    """Read the files that are not as they were, all where each is; from the middle too."""
+    names = [name for name, data in sound.items() if (folder / name).read_bytes() != data]
+    hows: list[dict[str, Any]] = [{"errors": "replace"}, {"raw": True}, {}]  # what refuses least comes first
+    for name in names or sound:
+        for how in hows:
+            corpus = find_corpus([str(folder / name)], **CORPORA[name], **how)
+            *_, found = survey(corpus, valid_fraction=0.3)
+            assert isinstance(found, Survey)
+            text = b"".join(read_text(corpus, 0, corpus.n_bytes))
+            chunks = [*read_chunks(corpus, 0, corpus.n_bytes, sized=True)]
+            assert b"".join(chunk.text for chunk in chunks) == text
+            assert sum(chunk.read_bytes for chunk in chunks) <= corpus.n_bytes or corpus.text_field
+            for _ in read_text(corpus, found.split_at, corpus.n_bytes):
+                pass
+            if text:
+                find_place(corpus, 0, corpus.n_bytes, len(text) - 1)
+
+
+def make_corpora(trained: Path) -> tuple[Path, Reader]:
+    folder = Path("corpora").absolute()
+    folder.mkdir()
+    text = "the quick brown fox, é|jumps over 紅樓夢。\n" * 12
+    lines = "".join(json.dumps({"id": i, "text": line}) + "\n" for i, line in enumerate(text.splitlines()))
+    packers = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}
+    if find_spec("zstandard") is not None:
+        import zstandard
+
+        packers[".zst"] = zstandard.ZstdCompressor(write_checksum=True).compress
+    for name, rules in CORPORA.items():
+        data = lines if "text_field" in rules else text
+        if "japanese" in name:
+            data = text.replace("é", "e")
+        whole = data.encode(rules.get("encoding", "utf-8"))
+        suffix = Path(name).suffix
+        (folder / name).write_bytes(packers[suffix](whole) if suffix in packers else whole)
+    sound = {name: (folder / name).read_bytes() for name in CORPORA}
+    # Several streams in one file, and checksums of other kinds.
+    more = {
+        "text.xz": (lzma.compress(text.encode(), check=lzma.CHECK_CRC32),),
+        "lines.gz": (gzip.compress(lines[:200].encode()) + gzip.compress(lines[200:].encode()) + b"\0" * 9,),
+    }
+    reader = Reader({name: more.get(name, ()) for name in CORPORA}, lambda place: read_corpora(place, sound))
+    return folder, reader
+
+
 READERS: dict[str, Callable[[Path], tuple[Path, Reader]]] = {
     "config": make_config,
     "tokenizer": make_tokenizers,
@@ -323,6 +387,7 @@ READERS: dict[str, Callable[[Path], tuple[Path, Reader]]] = {
     "state": make_state,
     "source": make_source,
     "words": make_words,
+    "corpus": make_corpora,
     "generate": make_whole,
     "resume": make_resumed,
 }

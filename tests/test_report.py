@@ -91,6 +91,7 @@ def found(n_documents=None, **rules):
         path=Path("a.txt"),
         n_bytes=1_115_394,
         mtime_ns=0,
+        encoding="utf-8",
         codec="utf-8",
         n_mark=0,
         stored_bytes=1_115_394,
@@ -408,6 +409,11 @@ def test_a_dry_run_gives_plan_and_pieces_as_results():
     assert text == ""
     assert results.startswith("text        a.txt")
     assert results.endswith("first line  ab\\tc\n3 pieces    │a│b\\t│c│\n")
+    line = train.FirstLine(text="ab", pieces=("a", "b"), ids=(1, 2), is_cut=True)
+    _, results = draw([line], is_dry_run=True)
+    assert results == "first line      ab…\nfirst 2 pieces  │a│b│…\n"
+    _, results = draw([train.FirstLine(text="a", pieces=("a",), ids=(1,))], is_dry_run=True)
+    assert results == "first line  a\n1 piece     │a│\n"
 
 
 def test_a_training_is_some_tens_of_plain_lines_where_nobody_looks(monkeypatch):

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import tarfile
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -156,7 +157,9 @@ def test_unknown_encodings_are_refused_with_a_suggestion() -> None:
     ]
 
 
-REMEDY = "name its encoding (--encoding cp1252), or train with --encoding-errors replace or --tokenizer byte"
+OTHERWISE = "train with --encoding-errors replace or --tokenizer byte"
+REMEDY = f"name its encoding (is it cp1252? --encoding cp1252), or {OTHERWISE}"
+RENAME = f"name its encoding with --encoding, or {OTHERWISE}"
 
 
 @pytest.mark.parametrize(
@@ -170,12 +173,30 @@ REMEDY = "name its encoding (--encoding cp1252), or train with --encoding-errors
             f"not utf-8 at byte 2, line 2; got 0xe7 0xb4 at its end, the beginning of a character; {REMEDY}",
         ),
         (b"\xed\xa0\x80", "utf-8", f"not utf-8 at byte 0, line 1; got 0xed; {REMEDY}"),
-        (b"ab\xff\n", "gb18030", f"not gb18030 at byte 2, line 1; got 0xff; {REMEDY}"),
-        (b"ab\n\x81c", "cp1252", f"not cp1252 at byte 3, line 2; got 0x81; {REMEDY}"),
+        (b"ab\xff\n", "gb18030", f"not gb18030 at byte 2, line 1; got 0xff; {RENAME}"),
+        (b"ab\n\x81c", "cp1252", f"not cp1252 at byte 3, line 2; got 0x81; {RENAME}"),
+        (
+            "ab\n".encode("utf-16-le") + b"a",
+            "utf-16-le",
+            f"not utf-16-le at byte 6, line 2; got 0x61 at its end, the beginning of a character; {RENAME}",
+        ),
         (
             "ab\n".encode("utf-16-le") + b"a",
             "utf-16",
-            f"not utf-16-le at byte 6, line 2; got 0x61 at its end, the beginning of a character; {REMEDY}",
+            "not utf-16 (little-endian, as it has no byte-order mark) at byte 6, line 2; "
+            f"got 0x61 at its end, the beginning of a character; {RENAME}",
+        ),
+        (
+            codecs.BOM_UTF16_BE + "ab\n".encode("utf-16-be") + b"a",
+            "utf-16",
+            "not utf-16 (big-endian, by its byte-order mark) at byte 8, line 2; got 0x61 at its end, the "
+            f"beginning of a character; the rest looks like utf-16: mend these bytes, or {OTHERWISE}",
+        ),
+        (
+            "紅樓夢，曹雪芹，高鶚著。\n".encode() + b"caf\xe9\n",
+            "utf-8",
+            "not utf-8 at byte 40, line 2; got 0xe9; "
+            f"the rest looks like utf-8: mend these bytes, or {OTHERWISE}",
         ),
         (
             b"\x1f\x8b\x08\0",
@@ -184,9 +205,18 @@ REMEDY = "name its encoding (--encoding cp1252), or train with --encoding-errors
             "it looks like a gzip file: unpack it first, or train with --tokenizer byte",
         ),
         (
-            "紅".encode("utf-16"),
+            b"%PDF-1.4 \xff",
             "utf-8",
-            "not utf-8 at byte 0, line 1; got 0xff; it looks like utf-16: use --encoding utf-16",
+            "not utf-8 at byte 9, line 1; got 0xff; "
+            "it looks like a PDF: extract its text first, or train with --tokenizer byte",
+        ),
+        *(
+            (
+                "紅".encode(family),
+                "utf-8",
+                f"not utf-8 at byte 0, line 1; got 0xff; it looks like {family}: use --encoding {family}",
+            )
+            for family in ("utf-16", "utf-32")
         ),
     ],
 )
@@ -200,6 +230,72 @@ def test_bytes_that_are_no_text_are_refused_with_their_place(
         with pytest.raises(UserError) as caught:
             run_survey(corpus)
         assert str(caught.value) == f"{name}: {fault}"
+
+
+# In each script, one sentence or two, and by which codec it is written; None: nothing is guessed.
+LIKELY = [
+    ("人工智能是计算机科学的一个分支，它企图了解智能的实质，并生产出一种新的机器。", "gb18030", "gb18030"),
+    ("這是一個關於語言模型的故事，我們在學校裡讀過許多書，也寫過許多文章。", "big5", "big5"),
+    ("吾輩は猫である。名前はまだ無い。どこで生れたかとんと見当がつかぬ。", "shift_jis", "shift_jis"),
+    ("吾輩は猫である。名前はまだ無い。どこで生れたかとんと見当がつかぬ。", "euc_jp", "euc_jp"),
+    ("동해물과 백두산이 마르고 닳도록 하느님이 보우하사 우리나라 만세.", "euc_kr", "euc_kr"),
+    (
+        "Все счастливые семьи похожи друг на друга, каждая несчастливая семья несчастлива по-своему.",
+        "cp1251",
+        "cp1251",
+    ),
+    (
+        "Все счастливые семьи похожи друг на друга, каждая несчастливая семья несчастлива по-своему.",
+        "koi8-r",
+        "koi8-r",
+    ),
+    (
+        "Все счастливые семьи похожи друг на друга, каждая несчастливая семья несчастлива по-своему.",
+        "cp866",
+        None,
+    ),
+    ("Όλοι οι άνθρωποι γεννιούνται ελεύθεροι και ίσοι στην αξιοπρέπεια.", "cp1253", None),
+    ("כל בני האדם נולדו בני חורין ושווים בערכם ובזכויותיהם.", "cp1255", None),
+    ("Tous les êtres naissent égaux. Été à Noël, ça où déjà, façon, élève, forêt, où.", "cp1252", None),
+    ("Åsa åt än ärtor på ön, så är det när våren går över ängen, två små grå räv.", "cp1252", None),
+    ("plain text in a wide encoding, naïve", "utf-16-le", "utf-16-le"),
+    ("plain text in a wide encoding, naïve", "utf-16-be", "utf-16-be"),
+    ("plain text in a wide encoding, naïve", "utf-32-le", "utf-32-le"),
+    ("plain text in a wide encoding, naïve", "utf-32-be", "utf-32-be"),
+]
+
+
+@pytest.mark.parametrize(("text", "codec", "guess"), LIKELY)
+def test_the_encoding_that_bytes_look_like_is_suggested(
+    tmp_path: Path, text: str, codec: str, guess: str | None
+) -> None:
+    # Far into the file, behind text that tells nothing, after half a line.
+    start = "" if codec.startswith("utf") else "plain text\n" * 1000 + "more "
+    name = write(tmp_path, (start + text * 50).encode(codec))
+    with pytest.raises(UserError) as caught:
+        run_survey(find_corpus([name]))
+    remedy = f"it may be {guess}: try --encoding {guess}, or {OTHERWISE}" if guess else REMEDY
+    assert str(caught.value).endswith(f"; {remedy}")
+    if guess:
+        run_survey(find_corpus([name], encoding=guess))
+
+
+def test_what_a_decoder_cannot_replace_is_refused(tmp_path: Path) -> None:
+    name = write(tmp_path, b"ab\n\x1b$\xdf9\x04!#\x1b(B")
+    with pytest.raises(UserError) as caught:
+        run_survey(find_corpus([name], encoding="iso2022_jp", errors="replace"))
+    assert str(caught.value) == (
+        f"{name}: not iso2022_jp after byte 0; got pending buffer overflow; convert it to utf-8 first"
+    )
+
+
+def test_utf8_named_otherwise_is_suggested(tmp_path: Path) -> None:
+    name = write(tmp_path, "naïve café à la carte, señor; été, œuvre, Größe, füße ñ\n".encode() * 3)
+    for encoding in ("ascii", "shift_jis"):
+        with pytest.raises(
+            UserError, match=f": not {encoding} at .*; it may be utf-8: try --encoding utf-8, or "
+        ):
+            run_survey(find_corpus([name], encoding=encoding))
 
 
 def test_the_place_is_that_in_its_own_file(tmp_path: Path) -> None:
@@ -312,10 +408,29 @@ def test_what_is_kept_is_said(tmp_path: Path) -> None:
     found = run_survey(find_corpus([name], errors="replace"))
     assert found.notices == (
         f"{name}: 200 bytes are not utf-8 and are read as U+FFFD",
-        f"{name}: 3 carriage returns are kept as characters",
-        f"{name}: 3 NUL bytes are kept as characters",
+        f"{name}: 3 carriage returns in the training text are kept as characters",
+        f"{name}: 3 NUL bytes in the training text are kept as characters",
     )
     assert found.n_replaced == 200
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+def test_text_that_is_wide_and_ascii_is_told_by_its_nul_bytes(tmp_path: Path, encoding: str) -> None:
+    name = write(tmp_path, ("Plain text of many words.\n" * 4).encode(encoding))
+    (notice,) = run_survey(find_corpus([name])).notices
+    assert notice.endswith(f" are kept as characters; it may be {encoding}: try --encoding {encoding}")
+
+
+def test_what_is_counted_in_the_training_text_is_said_of_it(tmp_path: Path) -> None:
+    names = [write(tmp_path, b"ab\r\n" + b"cd\n" * 60, "a"), write(tmp_path, b"ef\r\n" * 60, "b")]
+    found = run_survey(find_corpus(names), valid_fraction=0.5)
+    n_counted = (found.split_at - 184) // 4 + 1
+    assert 0 < n_counted < 61
+    assert found.notices == (
+        f"{names[0]} and 1 more: {n_counted} carriage returns in the training text are kept as characters",
+    )
+    found = run_survey(find_corpus(names[:1]), valid_fraction=0.5)
+    assert found.notices == (f"{names[0]}: 1 carriage return in the training text is kept as a character",)
 
 
 # Reading is exact, whatever the chunks
@@ -426,7 +541,7 @@ def test_of_a_windows_line_end_the_carriage_return_stays(tmp_path: Path) -> None
     assert read_all(find_corpus([name], spaces="underscore")) == b"a_b\r\nc_d\r\n\n"
     assert read_all(find_corpus([name], newlines="eos")) == Path(name).read_bytes()
     found = run_survey(corpus, valid_fraction=0)
-    assert found.notices == (f"{name}: 2 carriage returns are kept as characters",)
+    assert found.notices == (f"{name}: 2 carriage returns in the training text are kept as characters",)
     assert (found.n_bytes, found.n_characters, found.alphabet_size) == (11, 8, 7)
     assert "\n" not in found.alphabet
     # Among words that white space separates they are white space.
@@ -759,7 +874,7 @@ def test_zstd_without_its_package_is_refused_in_one_line(
         with pytest.raises(UserError) as caught:
             find_corpus([path])
         assert str(caught.value) == (
-            f"{name}: is packed with zstd, which needs the package zstandard; "
+            f"{name}: is packed with zstd, which needs the package zstandard (txlcli's extra zstd); "
             "install it (pip install zstandard), or unpack the file first"
         )
 
@@ -801,6 +916,12 @@ def test_an_archive_of_files_is_no_text(tmp_path: Path) -> None:
     assert find_corpus([name], raw=True).n_bytes == 10240
     write(tmp_path, b"text", "b.txt")
     assert find_corpus([str(tmp_path)]).notices == (f"{name} (is a tar archive): skipped",)
+    with zipfile.ZipFile(name, "w") as zipped:
+        zipped.writestr("a.txt", "text")
+    with pytest.raises(UserError) as caught:
+        find_corpus([name])
+    assert str(caught.value) == f"{name}: is a zip archive; extract it and give the folder"
+    assert find_corpus([str(tmp_path)]).notices == (f"{name} (is a zip archive): skipped",)
 
 
 def test_the_place_in_a_packed_file_is_one_of_what_it_holds(tmp_path: Path) -> None:
@@ -1112,13 +1233,29 @@ def test_json_lines_hold_a_document_each(
     assert surveyed.n_documents == len(found)
 
 
+EACH_LINE = "each line must be an object with a text in `text`"
+OF_LIST, OF_OBJECT = (f"for example jq -c {what} FILE writes such lines" for what in ("'.[]'", "."))
+
+
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
         ('{"text": "a" "b"}', "is not JSON at column 14; got `\"b\"}`; expecting ',' delimiter"),
         ('{"text": "a', 'is not JSON at column 10; got `"a`; unterminated string starting at'),
         ("plain text", "is not JSON at column 1; got `plain text`; expecting value"),
-        ('["a"]', "is no JSON object; got a list; each line must be an object with a text in `text`"),
+        ('["a"]', f"is no JSON object; got a list; {EACH_LINE}: {OF_LIST}"),
+        ('[{"text": "a"}, {"text": "b"}]', f"is no JSON object; got a list; {EACH_LINE}: {OF_LIST}"),
+        ("[", f"is no JSON object; got a list that goes on beyond the line; {EACH_LINE}: {OF_LIST}"),
+        (
+            ' [ {"text": "a"}, \r',
+            f"is no JSON object; got a list that goes on beyond the line; {EACH_LINE}: {OF_LIST}",
+        ),
+        ("{", f"is no JSON object; got an object that goes on beyond the line; {EACH_LINE}: {OF_OBJECT}"),
+        (
+            '{"id": 1, "text":',
+            f"is no JSON object; got an object that goes on beyond the line; {EACH_LINE}: {OF_OBJECT}",
+        ),
+        ('{"text": "a"},', "is not JSON at column 14; got `,`; extra data"),
         ('"a"', "is no JSON object; got a text; each line must be an object with a text in `text`"),
         ("7", "is no JSON object; got a number; each line must be an object with a text in `text`"),
         (
@@ -1173,9 +1310,7 @@ def test_one_huge_line_is_no_json_lines(tmp_path: Path, monkeypatch: pytest.Monk
     name = write(tmp_path, b" [" + b'{"text": "a"},' * 200_000 + b"]")
     with pytest.raises(UserError) as caught:
         run_survey(find_corpus([name], text_field="text"))
-    assert str(caught.value) == (
-        f"{name}: line 1 is no JSON object; got `[`; each line must be an object with a text in `text`"
-    )
+    assert str(caught.value) == (f"{name}: line 1 is no JSON object; got a list; {EACH_LINE}: {OF_LIST}")
     monkeypatch.setattr(documents, "LINE_BYTES_MAX", 3 << 20)
     name = write(tmp_path, b'{"text": "a"}\n{"text": "' + b"a" * (5 << 20) + b'"}')
     with pytest.raises(UserError) as caught:
@@ -1411,8 +1546,17 @@ def test_a_separator_that_is_nowhere_is_said(tmp_path: Path) -> None:
     found = run_survey(find_corpus(names, document_separator="<|end|>"), valid_fraction=0)
     assert found.n_documents == 2
     assert found.notices == (
-        f"{names[0]} and 1 more: the document separator is nowhere in it; each file is one document",
+        f"{names[0]} and 1 more: the document separator is nowhere in them; each file is one document",
     )
+    for text, notices in (
+        (b"one", (f"{names[0]}: the document separator is nowhere in it; it is one document",)),
+        (b"<|end|>one", ()),
+        (b"one<|end|>", ()),
+        (b"<|end|>", ()),
+    ):
+        write(tmp_path, text, "a")
+        corpus = find_corpus(names[:1], document_separator="<|end|>")
+        assert run_survey(corpus, valid_fraction=0).notices == notices
 
 
 def test_many_small_files_come_in_few_chunks(tmp_path: Path) -> None:

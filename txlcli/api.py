@@ -47,7 +47,7 @@ from txlcli.generate import (
 )
 from txlcli.model import Lengths, TransformerXL
 from txlcli.run import Run, latest_run, open_run, read_conversion
-from txlcli.sources import Corpus, DocumentRule, NotJsonLines, search_corpus
+from txlcli.sources import Corpus, DocumentRule, NotJsonLines, NotText, find_encoding, search_corpus
 from txlcli.tokenizer import CorpusWordTokenizer, MosesTokenizer, Tokenizer, refuse_missing_moses
 
 
@@ -162,7 +162,7 @@ class LanguageModel:
         clamp_len: int | None = None,
         same_length: Literal["off", "mem_len", "mem_len+1"] | None = None,
         batch_size: int | None = None,
-        encoding: str = "utf-8",
+        encoding: str | None = None,
         documents: DocumentRule | None = None,
     ) -> Score:
         """Score a text: every token but the first once, from an empty memory.
@@ -179,7 +179,7 @@ class LanguageModel:
             clamp_len: Distances beyond this share one encoding.
             same_length: Whether every query sees equally many keys.
             batch_size: Streams side by side at most; the totals do not depend on it. None: as many as pay.
-            encoding: Encoding of bytes and files.
+            encoding: Encoding of bytes and files; None: that of the run's text.
             documents: How documents are told apart; `DocumentRule()`: there are none. None: as said above.
 
         Raises:
@@ -257,7 +257,7 @@ class LanguageModel:
         name: str,
         folder: Path,
         *,
-        encoding: str = "utf-8",
+        encoding: str | None = None,
         documents: DocumentRule | None = None,
         least_tokens: int = 2,
     ) -> Iterator[Progress | Corpus | Prepared]:
@@ -268,7 +268,7 @@ class LanguageModel:
         Args:
             name: The path, or `-` for standard input, which is copied into `folder`.
             folder: Where the store is made.
-            encoding: Encoding of the files.
+            encoding: Encoding of the files; None: that of the run's text.
             documents: How documents are told apart; None: as in the run.
             least_tokens: Fewer are refused.
 
@@ -284,7 +284,7 @@ class LanguageModel:
         try:
             for event in search_corpus(
                 [name],
-                encoding=encoding,
+                encoding=data.encoding if encoding is None else encoding,
                 errors=data.encoding_errors,
                 raw=self.tokenizer.kind == "byte",
                 newlines=data.newlines,
@@ -303,10 +303,16 @@ class LanguageModel:
                 f"{error}; it is read as JSON lines because the text of {self.run.folder} was; "
                 "for plain text give --no-documents"
             ) from None
+        except NotText as error:
+            if encoding is not None or find_encoding(data.encoding) == "utf-8":
+                raise
+            raise UserError(
+                f"{error}; it is read as {data.encoding} because the text of {self.run.folder} was"
+            ) from None
 
     @contextmanager
     def _encoded(
-        self, text: str | bytes | Path, encoding: str, documents: DocumentRule | None
+        self, text: str | bytes | Path, encoding: str | None, documents: DocumentRule | None
     ) -> Iterator[tuple[TokenStore, Counts, str]]:
         """Encode a text to a store in a temporary folder, the same way as a file of the command line."""
         with tempfile.TemporaryDirectory(prefix="txl-") as name:

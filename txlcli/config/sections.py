@@ -27,6 +27,8 @@ from txlcli.config.setting import (
 
 MAX_CUTOFFS = 64
 
+_GIVE_DOCUMENTS = "give text_field, document_separator or document_per_file too"
+
 SCHEMES_OF: Mapping[str, tuple[str, ...]] = {
     "untie_r": ("relative",),
     "max_relative_position": ("shaw",),
@@ -40,13 +42,20 @@ SCHEMES_OF: Mapping[str, tuple[str, ...]] = {
 class SettingError(UserError):
     """A rule broken by one setting, or by several together: which ones, and the fault without its place.
 
-    `build` turns it into a `UserError` at the flag or file line that brought the fault in.
+    `build` turns it into a `UserError` at the flag or file line that brought the fault in. Settings that the
+    remedy names are flags to whoever gave a flag.
     """
 
-    def __init__(self, names: Sequence[str], text: str):
-        super().__init__(f"{names[0]}: {text}")
-        self.names = tuple(names)
-        self.text = text
+    def __init__(self, names: Sequence[str], text: str, remedy: str = ""):
+        self.names, self.text, self.remedy = tuple(names), text, remedy
+        super().__init__(f"{names[0]}: {self.told(as_flags=False)}")
+
+    def told(self, *, as_flags: bool) -> str:
+        """The fault and its remedy, without the place."""
+        if not self.remedy:
+            return self.text
+        flags = re.sub("[a-z]+(_[a-z]+)+", lambda match: str(leaf(match[0]).flag), self.remedy)
+        return f"{self.text}; {flags if as_flags else self.remedy}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,15 +179,12 @@ class DataConfig:
             except UnicodeError:
                 raise SettingError(
                     ["document_separator", "encoding"],
-                    f"document_separator {quoted(self.document_separator)} cannot be written in "
+                    f"the separator of documents {quoted(self.document_separator)} cannot be written in "
                     f"{self.encoding}; choose one that stands in the text",
                 ) from None
         if self.valid_every is not None:
             if not rules:
-                raise SettingError(
-                    ["valid_every"],
-                    "needs documents; give text_field, document_separator or document_per_file too",
-                )
+                raise SettingError(["valid_every"], "needs documents", _GIVE_DOCUMENTS)
             for name in ("valid", "valid_fraction"):
                 if getattr(self, name) is not None:
                     raise SettingError(
@@ -334,7 +340,8 @@ class ModelConfig:
             if self.d_model % self.n_head:
                 raise SettingError(
                     ["n_head", "d_model"],
-                    f"n_head {self.n_head} does not divide d_model {self.d_model}; change one or give d_head",
+                    f"n_head {self.n_head} does not divide d_model {self.d_model}",
+                    "change one or give d_head",
                 )
             object.__setattr__(self, "d_head", self.d_model // self.n_head)
         if self.d_inner is None:
@@ -529,10 +536,7 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.model.reset_memory_at_documents and not self.data.has_documents:
-            raise SettingError(
-                ["reset_memory_at_documents"],
-                "needs documents; give text_field, document_separator or document_per_file too",
-            )
+            raise SettingError(["reset_memory_at_documents"], "needs documents", _GIVE_DOCUMENTS)
 
 
 SECTIONS: Mapping[str, type[Any]] = {
@@ -646,9 +650,10 @@ def blame(error: SettingError, settings: Settings) -> UserError:
     """Return an error of settings with its place: what was said last, a flag, a file's line, the setting."""
     blamed = max(error.names, key=lambda name: _weight(settings.get(name)))
     origin = settings[blamed].origin if blamed in settings else DEFAULT
+    text = error.told(as_flags=origin == FLAG)
     if len(error.names) == 1:
-        return fault_at(leaf(blamed), origin, error.text)
-    return UserError(f"{_place(leaf(blamed), settings.get(blamed))}: {error.text}")
+        return fault_at(leaf(blamed), origin, text)
+    return UserError(f"{_place(leaf(blamed), settings.get(blamed))}: {text}")
 
 
 def _weight(sourced: Sourced | None) -> int:

@@ -34,6 +34,7 @@ from txlcli.sources import (
     find_place,
     read_chunks,
     told_replaced,
+    told_unseparated,
 )
 from txlcli.tokenizer import OutsideVocabulary, Tokenizer
 
@@ -199,7 +200,7 @@ def _write_store(
                 encoding,
                 folder,
                 frequencies if part is parts[0] and newline_id is None else None,
-                # The survey of a corpus to learn from has counted them already.
+                # The survey of a corpus to learn from has told of it already.
                 notices if part.corpus is not corpus or part.split == "test" else None,
             )
             splits[part.split] = yield from _watched(encoded, hashing, n_before)
@@ -256,15 +257,17 @@ def _encode_part(
 ) -> Generator[Progress, None, SplitInfo]:
     """Write the ids of one split and, if it is held out, their counts; add its tokens to `frequencies`.
 
-    Bytes that were no text are told in `notices`.
+    Bytes that were no text, and a separator of documents that is nowhere, are told in `notices`.
     """
-    is_counted, n_bytes, n_replaced = part.split != "train", 0, 0
+    is_counted, n_bytes, n_replaced, is_separated = part.split != "train", 0, 0, False
     total = part.stop - part.start
+    has_separator = notices is not None and part.corpus.document_separator is not None
 
     def counted() -> Iterator[Chunk]:
-        nonlocal n_replaced
+        nonlocal n_replaced, is_separated
         for chunk in part.chunks(sized=is_counted):
             n_replaced += chunk.n_replaced
+            is_separated |= has_separator and chunk.has_separators
             yield from cut_chunk(chunk, COUNTED_BYTES) if is_counted else (chunk,)
 
     yield Progress(f"encoding {part.split}", 0, total)
@@ -285,6 +288,8 @@ def _encode_part(
         info = writer.finish(n_bytes)
     if notices is not None and n_replaced:
         notices.append(told_replaced(part.corpus, n_replaced))
+    if notices is not None and n_bytes and has_separator and not is_separated:
+        notices.append(told_unseparated(part.corpus))
     return info if is_counted or not part.corpus.raw else replace(info, n_characters=None)
 
 

@@ -360,9 +360,13 @@ def finished_facts(
 def first_line_facts(event: "FirstLine") -> list[tuple[str, str]]:
     """How the first line of the text is cut into pieces."""
     pieces = "│".join(one_line(piece) for piece in event.pieces)
+    first, more = ("first ", "…") if event.is_cut else ("", "")
     return [
-        ("first line", one_line(event.text)),
-        (f"{len(event.ids):,} pieces", f"│{pieces}│" if pieces else ""),
+        ("first line", one_line(event.text) + more),
+        (
+            f"{first}{len(event.ids):,} piece{'s' * (len(event.ids) != 1)}",
+            f"│{pieces}│{more}" if pieces else "",
+        ),
     ]
 
 

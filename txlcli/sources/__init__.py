@@ -20,7 +20,7 @@ from txlcli.sources.corpus import (
     search_corpus,
 )
 from txlcli.sources.documents import NotJsonLines, Part
-from txlcli.sources.read import find_place, find_split, read_chunks, read_text
+from txlcli.sources.read import NotText, find_place, find_split, read_chunks, read_text
 from txlcli.sources.survey import (
     VALID_BYTES_MAX,
     VALID_FRACTION,
@@ -29,6 +29,7 @@ from txlcli.sources.survey import (
     held_out_start,
     survey,
     told_replaced,
+    told_unseparated,
 )
 from txlcli.sources.unpack import Packing
 
@@ -40,6 +41,7 @@ __all__ = [
     "DocumentRule",
     "Newlines",
     "NotJsonLines",
+    "NotText",
     "Packing",
     "Part",
     "Progress",
@@ -62,4 +64,5 @@ __all__ = [
     "search_corpus",
     "survey",
     "told_replaced",
+    "told_unseparated",
 ]

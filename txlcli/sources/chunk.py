@@ -47,6 +47,11 @@ class Chunk(NamedTuple):
             + (0 if self.left_out is None else int(self.left_out.sum()))
         )
 
+    @property
+    def has_separators(self) -> bool:
+        """Whether separators were taken out of a text that is cut at them, be it only of empty documents."""
+        return self.skipped_bytes > 0 or (self.end_sizes is not None and bool(self.end_sizes.any()))
+
 
 def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
     """Make one chunk of some that follow one another."""

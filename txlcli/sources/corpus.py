@@ -47,17 +47,19 @@ class Progress:
 class Source:
     """One file of a corpus.
 
-    `name` is what the user calls it, on one line, `path` what is opened, `codec` the encoding with its byte
-    order settled, and `n_mark` the bytes of a leading byte-order mark, which are no part of the text.
-    `n_bytes` counts what is read: of a packed file (`packing`) what it unpacks to. All positions are bytes of
-    that. `stored_bytes`, `mtime_ns`, `ctime_ns`, `device` and `inode` are the file's own on the disk.
-    `unpackers` keeps packed files open from one read to the next, those of all sources of a corpus.
+    `name` is what the user calls it, on one line, `path` what is opened, `encoding` what its encoding is
+    called by the user, `codec` the same with its byte order settled, and `n_mark` the bytes of a leading
+    byte-order mark, which are no part of the text. `n_bytes` counts what is read: of a packed file
+    (`packing`) what it unpacks to. All positions are bytes of that. `stored_bytes`, `mtime_ns`, `ctime_ns`,
+    `device` and `inode` are the file's own on the disk. `unpackers` keeps packed files open from one read to
+    the next, those of all sources of a corpus.
     """
 
     name: str
     path: Path
     n_bytes: int
     mtime_ns: int
+    encoding: str
     codec: str
     n_mark: int
     packing: Packing = "none"
@@ -71,6 +73,15 @@ class Source:
     def place(self) -> str:
         """What messages call the text in which they name a byte: the file, or what it unpacks to."""
         return self.name if self.packing == "none" else f"{self.name} (unpacked)"
+
+    @property
+    def told_codec(self) -> str:
+        """What messages call its encoding: as the user does, and by what a byte order was chosen."""
+        if self.codec == self.encoding:
+            return self.codec
+        order = "little-endian" if self.codec.endswith("-le") else "big-endian"
+        why = "by its byte-order mark" if self.n_mark else "as it has no byte-order mark"
+        return f"{self.encoding} ({order}, {why})"
 
 
 class DocumentRule(NamedTuple):
@@ -200,9 +211,10 @@ def search_corpus(
         try:
             document_separator.encode(codec)
         except UnicodeError:
+            got = printable(document_separator)[:60]
             raise UserError(
-                f"--document-separator: cannot be written in {codec}; got `{printable(document_separator)}`; "
-                "choose one that stands in the text"
+                f"--document-separator: cannot be written in {codec}; got `{got}`; "
+                "choose one that stands in the text, or another --encoding"
             ) from None
     if not paths:
         raise UserError("no text is named; give files, a folder, or `-` for stdin: txl train corpus.txt")
@@ -389,8 +401,9 @@ def _open_source(name: str, path: Path, rules: _Rules) -> Generator[Progress, No
         raise UserError(f"{name!r}: cannot be read; {files.describe_error(error)}") from error
     if not head:
         raise UserError(f"{printable(name)}: is empty; give a file with some text")
-    if not rules.raw and head[257:262] == b"ustar":
-        raise UserError(f"{printable(name)}: is a tar archive; extract it and give the folder")
+    archive = "tar" if head[257:262] == b"ustar" else "zip" if head.startswith(b"PK\x03\x04") else None
+    if archive is not None and not rules.raw:
+        raise UserError(f"{printable(name)}: is a {archive} archive; extract it and give the folder")
     settled, n_mark = _settle_codec(head, rules.codec)
     source = Source(
         name=printable(name),
@@ -398,6 +411,7 @@ def _open_source(name: str, path: Path, rules: _Rules) -> Generator[Progress, No
         # What a writer appends meanwhile is not read.
         n_bytes=n_bytes,
         mtime_ns=status.st_mtime_ns,
+        encoding=rules.codec,
         codec=settled,
         n_mark=n_mark if rules.has_marks else 0,
         packing=packing,

@@ -268,7 +268,8 @@ def _from_json(
         begun.append(last)
         n_begun += len(last)
         if n_begun > CHUNK_BYTES and (first := begun[0].lstrip()[:1]) not in (b"{", b""):
-            raise refuse(_no_object(f"`{printable(first.decode(errors='replace'))}`", field))
+            got = "a list" if first == b"[" else f"`{printable(first.decode(errors='replace'))}`"
+            raise refuse(_no_object(got, field))
         if n_begun > LINE_BYTES_MAX:
             raise refuse(f"is longer than {LINE_BYTES_MAX:,} bytes; give one document a line")
     yield from _pack([*parse([b"".join(begun)])], n_begun_bytes, n_replaced, is_sized)
@@ -307,6 +308,10 @@ def _text_of(
     try:
         found: Any = _JSON.decode(line.decode())
     except json.JSONDecodeError as error:
+        first = line.lstrip()[:1]
+        if first in (b"{", b"[") and not line.decode()[error.pos :].strip():
+            what = "an object" if first == b"{" else "a list"
+            raise refuse(_no_object(f"{what} that goes on beyond the line", field)) from None
         why = error.msg[:1].lower() + error.msg[1:]
         raise refuse(f"is not JSON at column {error.colno:,}; got {_shown(line, error.pos)}; {why}") from None
     except RecursionError:
@@ -336,7 +341,11 @@ def _text_of(
 
 
 def _no_object(got: str, field: str) -> str:
-    return f"is no JSON object; got {got}; each line must be an object with a text in `{printable(field)}`"
+    told = f"is no JSON object; got {got}; each line must be an object with a text in `{printable(field)}`"
+    # What a whole file of JSON is made of; any other line has no such remedy.
+    remedies = {"a list": "jq -c '.[]' FILE", "an object": "jq -c . FILE"}
+    remedy = next((command for kind, command in remedies.items() if got.startswith(kind)), None)
+    return told if remedy is None else f"{told}: for example {remedy} writes such lines"
 
 
 def _kind(value: object) -> str:

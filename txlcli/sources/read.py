@@ -22,14 +22,14 @@ from txlcli.sources.chunk import (
 )
 from txlcli.sources.corpus import CHUNK_BYTES, WIDE, Corpus, Source, became_shorter
 from txlcli.sources.documents import Part, character_unit, json_texts, mark_documents, select, settle
+from txlcli.sources.guess import is_mostly_utf8, likely_encoding, marked_encoding, wide_encoding
 
-PACKED = {
-    b"\x1f\x8b": "a gzip file",
-    b"\xfd7zXZ": "an xz file",
-    b"\x28\xb5\x2f\xfd": "a zstd file",
-    b"BZh": "a bzip2 file",
-    b"PK\x03\x04": "a zip file",
-    b"%PDF": "a PDF",
+NO_TEXT = {
+    b"\x1f\x8b": "a gzip file: unpack it first",
+    b"\xfd7zXZ": "an xz file: unpack it first",
+    b"\x28\xb5\x2f\xfd": "a zstd file: unpack it first",
+    b"BZh": "a bzip2 file: unpack it first",
+    b"%PDF": "a PDF: extract its text first",
 }
 REPLACEMENT = "\ufffd"
 # Encodings in which each character is written as it would be alone. A newline is one unit in them, and in
@@ -39,6 +39,12 @@ _STATELESS = re.compile(
 )
 # How far back such a byte is looked for.
 _ANCHOR_BYTES = 1 << 16
+# What of a file that is no text is looked at, at its start and on both sides of the fault.
+_LOOKED_BYTES = 1 << 12
+
+
+class NotText(UserError):
+    """Bytes that are no text in the encoding that they are read in."""
 
 
 def read_text(corpus: Corpus, start: int, stop: int, *, part: Part = "all") -> Iterator[bytes]:
@@ -483,7 +489,10 @@ def _read_encoded(
             else:
                 again = codecs.getincrementaldecoder(source.codec)(errors)
                 again.setstate(state)
-                _, sizes, taken = _measure(again, block, taken, final=final)
+                try:
+                    _, sizes, taken = _measure(again, block, taken, final=final)
+                except UnicodeError as error:  # in encodings that carry state not all can be replaced
+                    raise _undecodable(source, place - len(block), error) from error
             if errors == "replace":
                 points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
                 n_replaced = int(sizes[points == ord(REPLACEMENT)].sum())
@@ -571,7 +580,14 @@ def _decode(
         start = place + len(block) - len(error.object) + error.start
         raise _not_text(source, start, error.object[error.start : error.end]) from None
     except UnicodeError as error:
-        raise UserError(f"{source.place}: not {source.codec} after byte {place}; {error}") from error
+        raise _undecodable(source, place, error) from error
+
+
+def _undecodable(source: Source, place: int, error: UnicodeError) -> NotText:
+    """Word the refusal of bytes of which their decoder says no more."""
+    return NotText(
+        f"{source.place}: not {source.told_codec} after byte {place}; got {error}; convert it to utf-8 first"
+    )
 
 
 def _align_utf8(source: Source, place: int) -> int:
@@ -613,22 +629,56 @@ def _certain_start(source: Source, place: int) -> int:
     return begin + int(anchors[-1]) + 1 if len(anchors) else 0
 
 
-def _not_text(source: Source, place: int, bad: bytes) -> UserError:
+def _not_text(source: Source, place: int, bad: bytes) -> NotText:
     """Word the refusal of bytes that are no text, with the remedy that fits what the file looks like."""
-    head = b"".join(_read_blocks(source, 0, min(4, source.n_bytes)))
-    # Those who score a text have no other flag than the first.
-    remedy = "name its encoding (--encoding cp1252), "
-    remedy += "or train with --encoding-errors replace or --tokenizer byte"
-    for magic, kind in PACKED.items():
-        if head.startswith(magic):
-            remedy = f"it looks like {kind}: unpack it first, or train with --tokenizer byte"
-    if source.codec == "utf-8" and head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-        remedy = "it looks like utf-16: use --encoding utf-16"
     got = " ".join(f"0x{byte:02x}" for byte in bad[:4])
     if place + len(bad) == source.n_bytes and len(bad) < 4 and _is_cut(source.codec, bad):
         got += " at its end, the beginning of a character"
-    line = _line_of(source, place)
-    return UserError(f"{source.place}: not {source.codec} at byte {place}, line {line}; got {got}; {remedy}")
+    where = f"byte {place}, line {_line_of(source, place)}"
+    return NotText(f"{source.place}: not {source.told_codec} at {where}; got {got}; {_remedy(source, place)}")
+
+
+def _remedy(source: Source, place: int) -> str:
+    # Those who score a text have no other flag than --encoding.
+    otherwise = "train with --encoding-errors replace or --tokenizer byte"
+    head = _head(source)
+    for magic, kind in NO_TEXT.items():
+        if head.startswith(magic):
+            return f"it looks like {kind}, or train with --tokenizer byte"
+    marked = marked_encoding(head)
+    if marked is not None and not source.codec.startswith(marked):
+        return f"it looks like {marked}: use --encoding {marked}"
+    window = _window(source, place)
+    likely = marked or likely_encoding(head, window)
+    if (likely is not None and source.codec.startswith(likely)) or (
+        source.codec == "utf-8" and is_mostly_utf8(window)
+    ):
+        return f"the rest looks like {source.encoding}: mend these bytes, or {otherwise}"
+    if likely is not None:
+        return f"it may be {likely}: try --encoding {likely}, or {otherwise}"
+    if source.codec == "utf-8":
+        return f"name its encoding (is it cp1252? --encoding cp1252), or {otherwise}"
+    return f"name its encoding with --encoding, or {otherwise}"
+
+
+def remedy_of_nuls(source: Source) -> str:
+    """Word what to do about NUL bytes in a file that was read as text; empty: nothing is known."""
+    likely = wide_encoding(_head(source))
+    return "" if likely is None else f"; it may be {likely}: try --encoding {likely}"
+
+
+def _head(source: Source) -> bytes:
+    return b"".join(_read_blocks(source, 0, min(_LOOKED_BYTES, source.n_bytes)))
+
+
+def _window(source: Source, place: int) -> bytes:
+    """Return some bytes around one, from a place on where in most encodings a character begins."""
+    begin = max(place - _LOOKED_BYTES, 0)
+    window = b"".join(_read_blocks(source, begin, min(place + _LOOKED_BYTES, source.n_bytes)))
+    if begin == 0:
+        return window
+    sign = re.search(rb"[\x00-\x2f]", window[: place - begin])
+    return window if sign is None else window[sign.end() :]
 
 
 def _is_cut(codec: str, bad: bytes) -> bool:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from txlcli.sources.chunk import Chunk, code_points
 from txlcli.sources.corpus import Corpus, Progress
 from txlcli.sources.documents import select
-from txlcli.sources.read import by_conventions, find_split, read_documents
+from txlcli.sources.read import by_conventions, find_split, read_documents, remedy_of_nuls
 
 VALID_FRACTION = 0.05
 VALID_BYTES_MAX = 5_000_000
@@ -100,19 +100,19 @@ def survey(
 
 
 class _Tally:
-    """Counts text on its way: bytes of the files, documents that end, and how many by a separator."""
+    """Counts text on its way: bytes of the files, documents that end; and whether there are separators."""
 
     def __init__(self) -> None:
-        self.n_bytes = self.n_replaced = self.n_documents = self.n_separated = 0
+        self.n_bytes = self.n_replaced = self.n_documents = 0
+        self.is_separated = False
 
     def count(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
         """Pass chunks on."""
         for chunk in chunks:
             self.n_bytes += chunk.source_bytes
             self.n_replaced += chunk.n_replaced
-            if chunk.document_ends is not None and chunk.end_sizes is not None:
-                self.n_documents += len(chunk.document_ends)
-                self.n_separated += int(np.count_nonzero(chunk.end_sizes))
+            self.n_documents += 0 if chunk.document_ends is None else len(chunk.document_ends)
+            self.is_separated |= chunk.has_separators
             yield chunk
 
 
@@ -158,13 +158,22 @@ def _survey_notices(corpus: Corpus, alphabet: Mapping[str, int], whole: _Tally) 
     notices = []
     if whole.n_replaced:
         notices.append(told_replaced(corpus, whole.n_replaced))
-    if corpus.document_separator is not None and not whole.n_separated:
-        notices.append(f"{corpus.name}: the document separator is nowhere in it; each file is one document")
-    for character, name in (("\r", "carriage returns"), ("\0", "NUL bytes")):
+    if corpus.document_separator is not None and whole.n_documents and not whole.is_separated:
+        notices.append(told_unseparated(corpus))
+    for character, name in (("\r", "carriage return"), ("\0", "NUL byte")):
         # Among words that white space separates a carriage return is white space.
         if character in alphabet and not (character.isspace() and corpus.newlines == "eos"):
-            notices.append(f"{corpus.name}: {alphabet[character]:,} {name} are kept as characters")
+            count = alphabet[character]
+            many, kept = ("", "is kept as a character") if count == 1 else ("s", "are kept as characters")
+            remedy = remedy_of_nuls(corpus.sources[0]) if character == "\0" else ""
+            notices.append(f"{corpus.name}: {count:,} {name}{many} in the training text {kept}{remedy}")
     return tuple(notices)
+
+
+def told_unseparated(corpus: Corpus) -> str:
+    """Say that nothing separates documents."""
+    where, each = ("it", "it is") if len(corpus.sources) == 1 else ("them", "each file is")
+    return f"{corpus.name}: the document separator is nowhere in {where}; {each} one document"
 
 
 def told_replaced(corpus: Corpus, n_replaced: int) -> str:

@@ -258,7 +258,7 @@ class _Zstd:
             import zstandard
         except ImportError:
             raise Damaged(
-                f"{name}: is packed with zstd, which needs the package zstandard; "
+                f"{name}: is packed with zstd, which needs the package zstandard (txlcli's extra zstd); "
                 "install it (pip install zstandard), or unpack the file first"
             ) from None
         self._decoder = zstandard.ZstdDecompressor().decompressobj()

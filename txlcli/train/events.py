@@ -128,14 +128,16 @@ class FirstLine:
     """The first line of the training text as the model will see it, piece by piece.
 
     Attributes:
-        text: The line, without its end.
+        text: The line, without its end; of a long one the beginning.
         pieces: The text of each of its tokens, in order.
         ids: The tokens.
+        is_cut: It is only the beginning, up to where a token surely ends.
     """
 
     text: str
     pieces: tuple[str, ...]
     ids: tuple[int, ...]
+    is_cut: bool = False
 
 
 @dataclass(frozen=True)

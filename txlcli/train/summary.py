@@ -61,16 +61,18 @@ def summarize(
 
 def first_line(texts: Texts, tokenizer: Tokenizer) -> FirstLine:
     """Encode the first line that has something in it."""
-    start = texts.start_of_train(LARGEST_LINE_BYTES)
+    start = texts.start_of_train()
     line = next((line for line in start.splitlines() if line.strip()), start)
-    if not texts.corpus.raw:
-        line = line[: complete_utf8(line)]
+    is_cut = len(line) > LARGEST_LINE_BYTES
+    if is_cut:
+        line = line[:LARGEST_LINE_BYTES]
+        line = line[: tokenizer.complete_prefix(line) or complete_utf8(line)]
     ids = tokenizer.encode(line).tolist()
     pieces = [
         tokenizer.decode([token], after=before).decode(errors="replace")
         for before, token in zip([None, *ids], ids, strict=False)
     ]
-    return FirstLine(line.decode(errors="replace"), tuple(pieces), tuple(ids))
+    return FirstLine(line.decode(errors="replace"), tuple(pieces), tuple(ids), is_cut)
 
 
 def told_vocabulary(request: Request, tokenizer: Tokenizer) -> Iterator[Notice]:

@@ -48,13 +48,13 @@ class Texts:
         for chunk in self._read_train():
             yield chunk.text
 
-    def start_of_train(self, n_bytes: int) -> bytes:
-        """Read the first bytes of what is learned from, of its first document if there are documents."""
+    def start_of_train(self) -> bytes:
+        """Read the first chunk of what is learned from, of its first document if there are documents."""
         chunk = next(self._read_train(), None)
         if chunk is None:
             return b""
         ends = chunk.document_ends
-        return chunk.text[: min([n_bytes, *(() if ends is None else ends[:1].tolist())])]
+        return chunk.text if ends is None or not len(ends) else chunk.text[: ends[0]]
 
     def _read_train(self) -> Iterator[Chunk]:
         part: Literal["all", "train"] = "all" if self.corpus.valid_every is None else "train"

@@ -65,7 +65,7 @@ def evaluate(
         str | None, option("--split", metavar="valid|test", help="held-out text of the run; else valid")
     ] = None,
     encoding: Annotated[
-        str | None, option("--encoding", metavar="NAME", help="encoding of FILE; else utf-8")
+        str | None, option("--encoding", metavar="NAME", help="encoding of FILE; else that of the run's text")
     ] = None,
     is_raw: MosesFlag = False,
     text_field: Annotated[
@@ -167,7 +167,7 @@ def evaluate(
                 "--no-documents": has_no_documents,
             },
         ),
-        encoding=setting("encoding", encoding) or "utf-8",
+        encoding=setting("encoding", encoding),
         documents=choose_documents(
             {
                 "--text-field": text_field,

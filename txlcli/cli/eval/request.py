@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from txlcli import UserError
 from txlcli.cli.flags import setting
-from txlcli.config import unescape
+from txlcli.config import FLAG, SettingError, fault_at, leaf, unescape
 
 if TYPE_CHECKING:
     from txlcli.model import Lengths
@@ -23,7 +23,7 @@ class Request:
 
     file: str | None
     split: str
-    encoding: str
+    encoding: str | None
     documents: "DocumentRule | None"
     mem_lens: tuple[int, ...] | None
     tgt_len: int | None
@@ -70,9 +70,13 @@ def choose_documents(given: Mapping[str, str | bool | None]) -> "DocumentRule | 
     if not flags:
         return None
     separator = setting("document_separator", given["--document-separator"])
+    try:
+        separator = None if separator is None else unescape(separator)
+    except SettingError as error:
+        raise fault_at(leaf("document_separator"), FLAG, error.text) from None
     return DocumentRule(
         text_field=setting("text_field", given["--text-field"]),
-        document_separator=None if separator is None else unescape(separator),
+        document_separator=separator,
         document_per_file=given["--document-per-file"] is not None,
     )
 
