@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -60,15 +61,21 @@ HEADS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _small_matrices(monkeypatch):
+    """Multiply small matrices: how fast this machine is does not matter here."""
+    monkeypatch.setattr(clock_module, "_LIMIT_SIZES", {"cpu": (32,)})
+    monkeypatch.setattr(clock_module, "_LIMIT_S", 0.0)
+
+
 @pytest.fixture
 def _in_a_hurry(monkeypatch):
-    """Multiply small matrices and draw little: how fast forms are does not matter here.
+    """Draw little and leave garbage: how fast forms are and what they take does not matter here.
 
     Beside the eager form there is `twin`, the same, which `auto` takes: whether others are as accurate is not
     for these tests to say.
     """
-    monkeypatch.setattr(clock_module, "_LIMIT_SIZES", {"cpu": (32,)})
-    monkeypatch.setattr(clock_module, "_LIMIT_S", 0.0)
+    monkeypatch.setattr(clock_module, "gc", SimpleNamespace(collect=lambda: 0))
     monkeypatch.setattr(agreement_module, "N_STREAM", 2)
     # Backwards, since what is undone last comes last in the table again.
     for name in [name for name in reversed(BACKENDS) if name != "eager"]:

@@ -132,7 +132,7 @@ def check(all_cases, cache):
 
 
 def test_each_kernel_compiles_as_its_table_says(tmp_path):
-    check([case for gpu in SHARED_BYTES for case in cases(gpu, "bf16", 64, [(True, False)])], tmp_path)
+    check(cases(90, "bf16", 64, [(True, False)]), tmp_path)  # the slow test has the other GPUs
 
 
 @pytest.mark.slow

@@ -32,6 +32,16 @@ def test_the_result_has_the_sizes_of_the_parameters():
         _outer(x, x)
 
 
+def test_the_result_is_checked_also_of_parameters_that_have_passed():
+    x = torch.ones(4, 5)
+    assert _outer(x, torch.ones(4, 5)).shape == (4, 5, 5)
+    with pytest.raises(BeartypeCallHintReturnViolation, match="2 dimensions, not the 3"):
+        _outer(x, x)
+    assert _outer(x, torch.ones(4, 5)).shape == (4, 5, 5)
+    with pytest.raises(BeartypeCallHintParamViolation, match="size of dimension B is 5"):
+        _outer(x, torch.ones(5, 5))
+
+
 def test_each_call_has_sizes_of_its_own():
     assert _outer(torch.ones(2, 3), torch.ones(2, 4)).shape == (2, 3, 4)
     assert _outer(torch.ones(1, 2), torch.ones(1, 5)).shape == (1, 2, 5)
