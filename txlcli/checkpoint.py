@@ -132,6 +132,7 @@ def save_checkpoint(
     """
     with _writing(run, model.state_dict(), step, metadata) as (folder, written):
         written[_STATE_TENSORS] = _write_tensors(folder / _STATE_TENSORS, tensors)
+        assert not {"files", "checksum"} & values.keys()
         sealed = {**values, "files": written}
         sealed["checksum"] = _checksum(sealed)
         (folder / _STATE_VALUES).write_bytes(dump_json(sealed))
