@@ -2,7 +2,7 @@
 
 import sys
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -37,9 +37,6 @@ from txlcli.cli.flags import (
 )
 from txlcli.cli.signals import listening
 from txlcli.report import Screen, Stages, json_text
-
-if TYPE_CHECKING:
-    pass
 
 
 @command(
