@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -157,8 +158,58 @@ def test_remove_leftovers_takes_only_temporary_names(tmp_path: Path) -> None:
     (tmp_path / ".data.12345678.tmp" / "x").write_bytes(b"")
     (tmp_path / "notes.tmp").write_bytes(b"")
     (tmp_path / ".hidden").write_bytes(b"")
-    assert len(files.remove_leftovers(tmp_path)) == 2
+    assert files.remove_leftovers(tmp_path) == []
     assert names(tmp_path) == [".hidden", "notes.tmp"]
+
+
+def test_what_cannot_be_removed_is_returned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / ".a.12345678.tmp").write_bytes(b"")
+    (tmp_path / ".b.12345678.tmp").mkdir()
+    (tmp_path / ".c.12345678.tmp").write_bytes(b"")
+    plain = Path.unlink
+
+    def refuse(path: Path) -> None:
+        if path.name.startswith(".a."):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        plain(path)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: None)
+    left = files.remove_leftovers(tmp_path)
+    assert left == [tmp_path / ".a.12345678.tmp", tmp_path / ".b.12345678.tmp"]
+    assert names(tmp_path) == [".a.12345678.tmp", ".b.12345678.tmp"]
+
+
+def test_a_folder_that_cannot_be_removed_takes_no_name_twice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: None)
+    for text in ("one", "two", "three"):
+        with files.folder_whole(tmp_path / "d", replace=True) as folder:
+            (folder / "x").write_text(text)
+    assert (tmp_path / "d" / "x").read_text() == "three"
+    files.discard_folder(tmp_path / "d")
+    monkeypatch.undo()
+    assert len(names(tmp_path)) == 3
+    assert files.remove_leftovers(tmp_path) == []
+    assert names(tmp_path) == []  # and none of them took the name again
+
+
+@pytest.mark.parametrize(
+    ("cause", "expected"),
+    [
+        (PermissionError(errno.EACCES, "no"), True),
+        (OSError(errno.EIO, "no"), True),
+        (FileNotFoundError(errno.ENOENT, "no"), False),
+        (NotADirectoryError(errno.ENOTDIR, "no"), False),
+        (ValueError("no"), False),
+        (None, False),
+    ],
+)
+def test_what_may_not_be_read_is_not_what_is_not_there(cause: Exception | None, expected: bool) -> None:
+    error = UserError("a: cannot be read")
+    error.__cause__ = cause
+    assert files.is_unreadable(error) is expected
 
 
 def test_read_bounded(tmp_path: Path) -> None:

@@ -107,7 +107,8 @@ def folder_whole(path: Path, *, replace: bool = False) -> Iterator[Path]:
 def _put_in_place(path: Path, temporary: Path) -> None:
     """Give a folder its name, maybe that of another; where that fails, all is as before."""
     old = path.with_name(f".{path.name}{_OLD}")
-    shutil.rmtree(old, ignore_errors=True)
+    if os.path.lexists(old):
+        discard_folder(old)
     if path.is_dir():
         path.rename(old)
     try:
@@ -119,7 +120,17 @@ def _put_in_place(path: Path, temporary: Path) -> None:
         if old.is_dir():
             old.rename(path)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    with suppress(OSError):
+        discard_folder(old)
+
+
+def discard_folder(path: Path) -> None:
+    """Delete a folder so that what is half deleted never looks like it.
+
+    What cannot go, as a file that somebody is reading, stays for `remove_leftovers`, under a temporary name
+    that nothing else gets.
+    """
+    shutil.rmtree(path.rename(_temporary_name(path)), ignore_errors=True)
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
@@ -128,9 +139,9 @@ def remove_leftovers(folder: Path) -> list[Path]:
     A folder that was put aside for one that never came gets its name back.
 
     Returns:
-        What was removed.
+        What could not be removed.
     """
-    removed = []
+    left = []
     for path in sorted(folder.glob(".*.tmp")):
         if path.name.endswith(_OLD):
             home = path.with_name(path.name[1:].removesuffix(_OLD))
@@ -140,9 +151,11 @@ def remove_leftovers(folder: Path) -> list[Path]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
-            path.unlink(missing_ok=True)
-        removed.append(path)
-    return removed
+            with suppress(OSError):
+                path.unlink()
+        if os.path.lexists(path):
+            left.append(path)
+    return left
 
 
 @contextmanager
@@ -228,6 +241,12 @@ def _read_owner(fd: int) -> str:
         return f"process {int(owner['process'])} on {str(owner['host'])[:100]}"
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return "another process"  # which has not written yet who it is
+
+
+def is_unreadable(error: UserError) -> bool:
+    """Say whether the system did not let something be read that may well be there and whole."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and not isinstance(cause, (FileNotFoundError, NotADirectoryError))
 
 
 def read_bounded(path: Path, limit_bytes: int) -> bytes:

@@ -1,12 +1,11 @@
 """The folders of a run's checkpoints, and the pointers to the best and the last of them."""
 
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from txlcli import UserError
-from txlcli.files import describe_error, look_at, read_bounded, write_whole
+from txlcli.files import describe_error, discard_folder, look_at, read_bounded, write_whole
 from txlcli.run.folder import Run
 from txlcli.run.json_object import dump_json, parse_json
 
@@ -124,13 +123,5 @@ def prune_checkpoints(run: Run, keep: int, best: int | None = None) -> list[int]
     kept = {*done[-keep:], pointers.best, best}
     gone = [step for step in done if step not in kept]
     for step in gone:
-        remove_checkpoint(run.checkpoint_path(step))
+        discard_folder(run.checkpoint_path(step))
     return gone
-
-
-def remove_checkpoint(path: Path) -> None:
-    """Delete a checkpoint so that what is half deleted never looks like one."""
-    doomed = path.with_name(f".{path.name}.deleted.tmp")
-    shutil.rmtree(doomed, ignore_errors=True)
-    # A file that somebody is reading cannot go everywhere; it goes when the run is next swept.
-    shutil.rmtree(path.rename(doomed), ignore_errors=True)

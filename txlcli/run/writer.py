@@ -2,11 +2,11 @@
 
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from txlcli import UserError
-from txlcli.files import locked, remove_leftovers
+from txlcli.files import describe_error, locked, remove_leftovers
 from txlcli.run.checkpoints import list_checkpoints
 from txlcli.run.folder import Run
 
@@ -38,16 +38,25 @@ def _refuse_links(run: Run) -> None:
         (run.stdin_path, stat.S_ISREG),
         *((run.checkpoint_path(step), stat.S_ISDIR) for step in list_checkpoints(run)),
     ):
-        with suppress(FileNotFoundError):
-            if not is_kind(path.lstat().st_mode):
-                kind = "folder" if is_kind is stat.S_ISDIR else "file"
-                raise UserError(
-                    f"{path}: is a link or no {kind}, and a run is written only within its own folder; "
-                    "put the thing itself there, or link the whole run"
-                )
+        try:
+            mode = path.lstat().st_mode
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read; {describe_error(error)}") from error
+        if not is_kind(mode):
+            kind = "folder" if is_kind is stat.S_ISDIR else "file"
+            raise UserError(
+                f"{path}: is a link or no {kind}, and a run is written only within its own folder; "
+                "put the thing itself there, or link the whole run"
+            )
 
 
 def sweep_run(run: Run) -> list[Path]:
-    """Remove what a killed process left under temporary names; only for the run's one writer."""
+    """Remove what a killed process left under temporary names; only for the run's one writer.
+
+    Returns:
+        What could not be removed.
+    """
     folders = [run.folder, run.checkpoints_folder, run.data_folder]
     return [path for folder in folders if folder.is_dir() for path in remove_leftovers(folder)]
