@@ -1,7 +1,9 @@
 """Checkpoints: exact, equal bytes for equal states, and nothing a stranger's file can do."""
 
+import errno
 import hashlib
 import json
+import os
 import pickle
 import re
 import shutil
@@ -674,6 +676,26 @@ def test_any_damage_is_noticed(run: Run, name: str, how: str) -> None:
     # Of the state's tensors nothing hangs for those who only want the weights, and a run may do without any.
     is_fine = name == "state.safetensors" or (name, how) == ("state.json", "gone")
     assert (find_damage(folder, with_state=False) is None) == is_fine
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_disk_that_fails_is_no_damage(run: Run, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    n_reads, plain = 0, os.pread
+
+    def fail(*args: Any) -> bytes:
+        nonlocal n_reads
+        n_reads += 1
+        if n_reads > at:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return plain(*args)
+
+    monkeypatch.setattr(os, "pread", fail)
+    place = WEIGHTS if at == 2 else f"{STEP}/state.json"  # which is read until nothing more comes
+    with refused(
+        f"{place}: cannot be read; input/output error; see to its permissions and its disk, "
+        "or move step-0000003 out of the run"
+    ):
+        find_damage(run.checkpoint_path(3), with_state=True)
 
 
 def test_faults_in_plain_words(run: Run) -> None:

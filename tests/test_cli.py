@@ -663,6 +663,56 @@ def test_a_damaged_checkpoint_is_told_where_another_is_used_and_refused_where_it
     assert "warning: " not in run("generate", "--run", "a", "--max-tokens", 3).stderr
 
 
+def test_resuming_never_begins_anew_by_itself(trained):
+    shutil.copytree(trained, "a")
+    lines = Path("a/metrics.jsonl").read_bytes()
+    shutil.rmtree("a/checkpoints")
+    assert refusal("train", "--resume", "a") == (
+        "a/checkpoints: has no checkpoint any more; pointers.json names step 12 as the last; "
+        "put a whole one back, or begin anew with `txl train -c a/config.yaml`"
+    )
+    assert Path("a/metrics.jsonl").read_bytes() == lines
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("n_layer: 2", "n_layer: 3", "n_layer 2, config.yaml says 3"),
+        ("d_model: 16", "d_model: 32", "d_model 16, config.yaml says 32"),
+        (None, "", "d_head 8, config.yaml says 40"),
+    ],
+    ids=["deeper", "wider", "emptied"],
+)
+def test_a_config_of_another_model_is_told_alike_by_all(trained, old, new, told):
+    shutil.copytree(trained, "a")
+    path = Path("a/config.yaml")
+    path.write_text(new if old is None else path.read_text().replace(old, new))
+    step = json.loads(Path("a/pointers.json").read_text())["best"]
+    expected = "a/checkpoints/step-{:07d}: written for {}; put the run's own config.yaml back"
+    assert refusal("train", "--resume", "a") == expected.format(12, told)
+    if old is not None:  # else a setting that readers compare and a training does not may come first
+        assert refusal("generate", "--run", "a") == expected.format(step, told)
+
+
+def test_training_names_no_flag_that_it_does_not_have(trained, text):
+    shutil.copytree(trained, "a")
+    for state in Path("a/checkpoints").glob("*/state.json"):
+        values = json.loads(state.read_text())
+        del values["checksum"], values["files"]
+        state.write_text(json.dumps(values))
+    weights = Path("a/checkpoints/step-0000012/model.safetensors")
+    data = weights.read_bytes()
+    weights.write_bytes(data.replace(b'"position_bias"', b'"position_bits"'))
+    fault = f"{weights}: has no tensor `position_bias`; it has `position_bits` instead; "
+    told = refusal("train", "--resume", "a", "--steps", 13)
+    assert told == f"{fault}delete its folder to resume from the step before"
+    Path("a/pointers.json").write_text('{"best": 12, "best_nll": 1.0, "last": 12}')
+    assert refusal("train", text, "--init", "a") == f"{fault}begin with the weights of another run"
+    Path("a/pointers.json").write_text('{"best": 1, "best_nll": 1.0, "last": 12}')
+    told = refusal("train", text, "--init", "a")
+    assert told == "a: no checkpoint of step 1; begin with the weights of another run"
+
+
 def test_silence_does_not_change_the_result(text):
     flags = ["--tokenizer", "char", "--steps", "4", "--valid-fraction", "0.2", "--eval-tokens", "9"]
     loud, quiet = (

@@ -508,6 +508,11 @@ def test_the_end_of_an_interrupted_training_says_how_to_go_on():
     assert results.splitlines()[1] == "best  step 2,500 · 1.5000 nats/token · 1.0820 bits/byte held out"
 
 
+def test_a_best_that_is_lost_is_not_the_result():
+    _, results = draw([finished(is_best_lost=True, best_score=None, last_score=None)])
+    assert results.splitlines()[1] == "best  the last, step 3,000 · step 2,500, which was better, is lost"
+
+
 def test_silence_does_not_change_the_result():
     evaluated = train.Evaluated(3000, score(total_nll=1600.0), 96, is_best=False, is_whole=False)
     events = [evaluated, finished()]

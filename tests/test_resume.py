@@ -1,5 +1,6 @@
 """Resuming: a run that was stopped and continued is the run that was not, bit for bit."""
 
+import errno
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.crash import tree
 from tests.test_checkpoint import damage, unseal
 from tests.test_train import make_run, metrics, of_kind, train_run, write_corpus
 from txlcli import UserError
@@ -31,6 +34,7 @@ from txlcli.train import (
     Ready,
     Saved,
     begin,
+    cost,
     evaluating,
     learning_rate,
     resume,
@@ -394,6 +398,35 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path: Path) -
     assert_equal_ends(straight, run)
 
 
+@pytest.mark.parametrize("how", ["folder", "steps", "pointers", "no pointers", "damaged pointers"])
+def test_a_run_whose_checkpoints_are_gone_is_refused_and_keeps_its_metrics(tmp_path: Path, how: str) -> None:
+    ready = make_run(tmp_path, steps=8)
+    run = ready.run
+    list(train(run, ready.config, stop_at=3))
+    for step in list_checkpoints(run):
+        shutil.rmtree(run.checkpoint_path(step))
+    was = "pointers.json names step 3 as the last"
+    if how == "folder":
+        run.checkpoints_folder.rmdir()
+    if how == "pointers":
+        run.metrics_path.unlink()
+    if how == "no pointers":
+        run.pointers_path.unlink()
+        was = "metrics.jsonl tells of some"
+    if how == "damaged pointers":
+        run.pointers_path.write_text("{")
+        was = "pointers.json tells of some"
+    before = tree(run.folder)
+    for work in (lambda: go_on(run), lambda: list(train(run, ready.config))):
+        with pytest.raises(UserError) as caught:
+            work()
+        assert str(caught.value) == (
+            f"{run.checkpoints_folder}: has no checkpoint any more; {was}; "
+            f"put a whole one back, or begin anew with `txl train -c {run.config_path}`"
+        )
+        assert tree(run.folder) == before
+
+
 def test_a_longer_run_says_how_the_rate_changes(tmp_path: Path) -> None:
     run, _ = train_run(tmp_path, steps=12)
     before = load(run.config_path)
@@ -514,6 +547,226 @@ def test_another_machine_is_told(tmp_path: Path) -> None:
     assert isinstance(events[-1], Finished)
 
 
+def test_settings_changed_by_hand_are_told(tmp_path: Path) -> None:
+    ready = make_run(tmp_path, steps=8, lr=0.02, dropout=0.1, save_every=5)
+    run = ready.run
+    list(train(run, ready.config, stop_at=3))
+    text = run.config_path.read_text()
+    for old, new in (
+        ("lr: 0.02", "lr: 0.01"),
+        ("dropout: 0.1", "dropout: 0.2"),
+        ("tgt_len: 8", "tgt_len: 4"),
+        ("warmup: 2", "warmup: 3"),
+        ("eval_every: 6", "eval_every: 8"),  # a flag may change it too
+    ):
+        assert text.count(f" {old} ") == 1
+        text = text.replace(f" {old} ", f" {new} ")
+    run.config_path.write_text(text)
+    told = "config.yaml changed since step {}: {}; the rest will not be what it would have been"
+    changes = "dropout 0.1 -> 0.2, tgt_len 8 -> 4, lr 0.02 -> 0.01, warmup 2 -> 3"
+    again = list(resume(run, {}))[-1]
+    assert isinstance(again, Ready)
+    assert texts(list(train(run, again.config, stop_at=4))) == [told.format(3, changes)]
+    # From the next checkpoint on that is how the run is trained.
+    assert texts(list(train(run, again.config, stop_at=6))) == []
+
+
+def test_states_without_settings_go_on(tmp_path: Path) -> None:
+    ready = make_run(tmp_path, steps=4)
+    list(train(ready.run, ready.config, stop_at=3))
+    path = ready.run.checkpoint_path(3)
+    unseal(path)
+    values = json.loads((path / "state.json").read_text())
+    for settings in ({"lr": ready.config.optim.lr, "unknown": 1}, {}):
+        (path / "state.json").write_text(json.dumps({**values, "settings": settings}))
+        assert texts(list(train(ready.run, ready.config, stop_at=3))) == []
+    (path / "state.json").write_text(json.dumps({**values, "settings": [1]}))
+    with pytest.raises(UserError, match=r"state\.json: `settings` cannot be; damaged$"):
+        list(train(ready.run, ready.config))
+    del values["settings"]
+    (path / "state.json").write_text(json.dumps(values))
+    events = go_on(ready.run)
+    assert texts(events) == []
+    assert isinstance(events[-1], Finished)
+
+
+def test_a_model_changed_by_hand_is_refused_by_the_setting(tmp_path: Path) -> None:
+    ready = make_run(tmp_path, steps=8, position="learned")
+    list(train(ready.run, ready.config, stop_at=3))
+    plain = ready.run.config_path.read_text()
+    for name, old, new in (("n_layer", 2, 3), ("d_inner", 64, 32), ("norm_eps", "1.0e-05", "1.0e-06")):
+        text = plain.replace(f" {name}: {old}", f" {name}: {new}")
+        assert text != plain
+        ready.run.config_path.write_text(text)
+        with pytest.raises(UserError) as caught:
+            go_on(ready.run)
+        was, now = (float(value) if name == "norm_eps" else value for value in (old, new))
+        assert str(caught.value) == (
+            f"{ready.run.checkpoint_path(3)}: written for {name} {was}, config.yaml says {now}; "
+            "put the run's own config.yaml back"
+        )
+    # A table of positions has a row for each of a segment.
+    ready.run.config_path.write_text(plain.replace(" tgt_len: 8", " tgt_len: 4"))
+    with pytest.raises(UserError, match=r": written for tgt_len 8, config\.yaml says 4; "):
+        go_on(ready.run)
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch, place: Path, number: int) -> None:
+    """Let the system refuse to open a file."""
+    plain = os.open
+
+    def refuse(path: Any, flags: int, *args: Any, **rest: Any) -> int:
+        if Path(path) == place:
+            raise OSError(number, os.strerror(number), str(path))
+        return plain(path, flags, *args, **rest)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("model.safetensors", errno.EACCES), ("state.safetensors", errno.EPERM), ("state.json", errno.EIO)],
+)
+def test_a_newest_checkpoint_that_may_not_be_read_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, number: int
+) -> None:
+    ready = make_run(tmp_path, steps=8)
+    run = ready.run
+    list(train(run, ready.config, stop_at=3))
+    before = tree(run.folder)
+    place = run.checkpoint_path(3) / name
+    refusing(monkeypatch, place, number)
+    works: list[Callable[[], object]] = [lambda: go_on(run), lambda: list(train(run, ready.config))]
+    if name != "state.safetensors":
+        works += [partial(load_model, run, which) for which in ("best", "last", "3")]
+    for work in works:
+        with pytest.raises(UserError) as caught:
+            work()
+        assert str(caught.value) == (
+            f"{place}: cannot be read; {os.strerror(number).lower()}; "
+            "see to its permissions and its disk, or move step-0000003 out of the run"
+        )
+    monkeypatch.undo()
+    assert tree(run.folder) == before
+
+
+def test_a_best_that_may_not_be_read_is_not_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ready = make_run(tmp_path, steps=8, eval_every=2, save_every=2)
+    run = ready.run
+    list(train(run, ready.config, stop_at=5))
+    best = read_pointers(run).best
+    assert best == 4
+    refusing(monkeypatch, run.checkpoint_path(4) / "model.safetensors", errno.EACCES)
+    for work in (lambda: list(train(run, ready.config)), lambda: load_model(run)):
+        with pytest.raises(UserError, match=r"step-0000004/model\.safetensors: cannot be read; permission "):
+            work()
+    monkeypatch.undo()
+    assert read_pointers(run).best == 4
+    assert texts(go_on(run)) == []
+
+
+def test_a_run_that_cannot_be_saved_to_is_refused_before_it_is_trained(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ready = make_run(tmp_path, steps=8)
+    run = ready.run
+    list(train(run, ready.config, stop_at=3))
+    before = tree(run.folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(cost, "free_disk_bytes", lambda folder: 10_000)
+        # Of four checkpoints two are there.
+        with pytest.raises(UserError) as caught:
+            go_on(run)
+        needed = cost.state_bytes(ready.config, 256) * 2 / 1e6
+        assert str(caught.value) == (
+            f"{run.folder}: the disk is too full for 2 checkpoints; about {needed:.0f} MB are needed, "
+            "0 MB are free; free some space, then resume again"
+        )
+    plain = Path.open
+    for number in (errno.EACCES, errno.ENOSPC, errno.EROFS):
+
+        def refuse(path: Path, mode: str = "r", *args: Any, number: int = number, **rest: Any) -> Any:
+            if path.parent == run.checkpoints_folder and mode == "xb":
+                raise OSError(number, os.strerror(number), str(path))
+            return plain(path, mode, *args, **rest)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "open", refuse)
+            with pytest.raises(UserError) as caught:
+                go_on(run, keep=9)
+        assert str(caught.value) == (
+            f"{run.checkpoints_folder}: cannot be written, so nothing would be saved; "
+            f"{os.strerror(number).lower()}; see to its permissions and its disk, then resume again"
+        )
+    assert tree(run.folder) == before
+    go_on(run)
+    # A run that is finished needs no space.
+    monkeypatch.setattr(cost, "free_disk_bytes", lambda folder: 0)
+    assert isinstance(go_on(run)[-1], Finished)
+
+
+@pytest.mark.parametrize(
+    ("number", "mend"),
+    [
+        (errno.ENOSPC, "free some space"),
+        (errno.EACCES, "see to its permissions"),
+        (errno.EIO, "see to the disk"),
+    ],
+)
+def test_a_save_that_fails_says_what_is_saved_and_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int, mend: str
+) -> None:
+    ready = make_run(tmp_path, steps=5, save_every=2, eval_every=8)
+    run, plain = ready.run, Path.mkdir
+
+    def refuse(path: Path, *args: Any, **rest: Any) -> None:
+        if path.name.startswith(".step-0000004"):
+            raise OSError(number, os.strerror(number), str(path))
+        plain(path, *args, **rest)
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(UserError) as caught:
+        list(train(run, ready.config))
+    assert str(caught.value) == (
+        f"{run.checkpoint_path(4)}: cannot be written; {os.strerror(number).lower()}; step 2 is saved; "
+        f"{mend}, then `txl train --resume {run.folder}`"
+    )
+    monkeypatch.undo()
+    assert list_checkpoints(run) == [0, 2]
+    assert go_on(run)[-1].step == 5  # type: ignore[union-attr]
+
+
+def test_what_cannot_be_removed_is_told_once_and_stands_in_nobodys_way(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    flags = {"steps": 8, "save_every": 2, "eval_every": 8, "keep": 1}
+    straight, _ = train_run(tmp_path, "straight", **flags)
+    ready = make_run(tmp_path, "stopped", **flags)
+    run = ready.run
+    list(train(run, ready.config, stop_at=4))
+    older = run.checkpoints_folder / ".step-0000006.deleted.tmp"  # as an older version named it
+    old = run.checkpoints_folder / ".step-0000004.old.tmp"
+    for folder in (older, old):
+        shutil.copytree(run.checkpoint_path(4), folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda path, **_: None)
+        events = list(train(run, ready.config))
+        assert texts(events) == [
+            f"{path}: is left over, and cannot be removed; remove it by hand" for path in (old, older)
+        ]
+        assert list_checkpoints(run) == [8]
+        left = {path for path in run.checkpoints_folder.iterdir() if path.name.startswith(".")}
+        assert {older, old} < left
+        # Steps that are saved again once more.
+        shutil.move(run.checkpoint_path(8), tmp_path / "away")
+        shutil.copytree(old, run.checkpoint_path(4))
+        list(train(run, ready.config))
+        assert list_checkpoints(run) == [8]
+    assert_equal_ends(straight, run)
+    assert texts(go_on(run)) == [f"{run.folder}: is finished at step 8; a larger --steps continues it"]
+    assert [path.name for path in run.checkpoints_folder.iterdir()] == ["step-0000008"]
+
+
 def test_a_changed_corpus_is_told_and_a_missing_one_is_not(tmp_path: Path) -> None:
     ready = make_run(tmp_path, steps=8)
     list(train(ready.run, ready.config, stop_at=3))
@@ -621,17 +874,26 @@ def test_a_lost_best_is_told_and_best_is_last_until_there_is_a_better_one(
     assert list_checkpoints(run) == [2, 4]
     best = run.checkpoint_path(2)
     shutil.rmtree(best) if how == "gone" else damage(best / "model.safetensors", how)
-    (told,) = texts(list(train(run, ready.config, stop_at=6)))
+    events = list(train(run, ready.config, stop_at=6))
+    (told,) = texts(events)
     faults = {
         "gone": ": is not there any more",
         "flipped": "/model.safetensors: damaged; its bytes are not those that were written",
     }
-    assert told == f"{best}{faults[how]}; it was the best, so best is last until an evaluation is better"
+    assert told == (
+        f"{best}{faults[how]}; it was the best, so best is last until an evaluation is better "
+        "than its 2.0000 nats"
+    )
+    end = events[-1]
+    assert isinstance(end, Finished)
+    assert (end.best_step, end.is_best_lost) == (2, True)
     # No evaluation since was better, so nothing else counts as best; and the damaged one is not deleted.
     assert list_checkpoints(run) == ([6] if how == "gone" else [2, 6])
     assert read_pointers(run) == Pointers(None, 6, None)
     assert load_model(run).step == 6
-    go_on(run)
+    end = go_on(run)[-1]
+    assert isinstance(end, Finished)
+    assert (end.best_step, end.is_best_lost) == (8, False)
     assert read_pointers(run) == Pointers(8, 8, 1.0)
     assert list_checkpoints(run) == [8]
 
@@ -647,7 +909,8 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused(tmp_path: Path) -> N
             work()
         assert str(caught.value) == (
             f"{newest}: cannot be read; no such file or directory; "
-            f"no other checkpoint of {ready.run.folder} is whole"
+            f"no other checkpoint of {ready.run.folder} is whole; "
+            f"put a whole one back, or begin anew with `txl train -c {ready.run.config_path}`"
         )
 
 

@@ -690,9 +690,10 @@ def test_a_disk_that_fills_up_ends_the_run_with_its_checkpoints_intact(
     monkeypatch.setattr(loop, "append_metrics", fill)
     with pytest.raises(UserError) as error:
         list(train(ready.run, ready.config))
-    folder, last = ready.run.folder, ready.run.checkpoint_path(6)
+    folder = ready.run.folder
     assert str(error.value) == (
-        f"{folder}: cannot be written; no space left on device; last checkpoint: {last}"
+        f"{folder}: cannot be written; no space left on device; step 6 is saved; free some space, "
+        f"then `txl train --resume {folder}`"
     )
     monkeypatch.undo()
     assert isinstance(list(train(ready.run, ready.config))[-1], Finished)
@@ -767,7 +768,7 @@ def test_a_disk_that_is_too_full_for_checkpoints_is_refused(
 ) -> None:
     monkeypatch.setattr(cost, "free_disk_bytes", lambda folder: 100_000)
     with pytest.raises(
-        UserError, match=r"the disk is too full for 4 checkpoints; they take about .* MB, 0 MB are free"
+        UserError, match=r"the disk is too full for 4 checkpoints; about .* MB are needed, 0 MB are free; "
     ):
         make_run(tmp_path)
     assert not (tmp_path / "run").exists()

@@ -26,7 +26,8 @@ an older version: of its files no more is known than whether their headers fit t
 
 What to do about damage depends on what was asked for. To go on training, and where `last` was asked for, the
 newest checkpoint that is whole is taken, and it is said which one is not. A step that was named, and the
-best, are refused: a score of the best must not be that of another.
+best, are refused: a score of the best must not be that of another. Damage is what was read and does not fit,
+and what is missing; of what the system does not let be read nobody knows, so it is refused.
 
 Readers treat the files as a stranger's. Nothing is unpickled. Every size is held against the size of the file
 before anything is allocated: a model is built only if the file is large enough for its matrices and tables.
@@ -38,7 +39,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -51,8 +52,26 @@ from torch import Tensor, nn
 
 from txlcli import UserError
 from txlcli.adaptive import Clusters
-from txlcli.config import Config, ModelConfig, SettingError, blame, build, build_section, read_settings, shown
-from txlcli.files import describe_error, folder_whole, look_at, open_regular, read_at, read_bounded
+from txlcli.config import (
+    Config,
+    ModelConfig,
+    SettingError,
+    blame,
+    build,
+    build_section,
+    read_settings,
+    shaping_leaves,
+    shown,
+)
+from txlcli.files import (
+    describe_error,
+    folder_whole,
+    is_unreadable,
+    look_at,
+    open_regular,
+    read_at,
+    read_bounded,
+)
 from txlcli.model import TransformerXL, clusters_of
 from txlcli.run import (
     Run,
@@ -211,7 +230,9 @@ def find_checkpoint(run: Run, which: str = "best") -> tuple[Path, str | None]:
         path, notice = newest_checkpoint(run, with_state=False)
         return path or choose_checkpoint(run, "last"), notice
     path = choose_checkpoint(run, which)
-    _check_files(path, with_state=False)
+    fault = find_damage(path, with_state=False)
+    if fault is not None:
+        raise UserError(f"{fault}; {_REMEDY}")
     return path, None
 
 
@@ -227,7 +248,7 @@ def newest_checkpoint(run: Run, *, with_state: bool) -> tuple[Path | None, str |
         damaged and which is used instead; None: nothing.
 
     Raises:
-        UserError: the run has checkpoints, and all of them are damaged.
+        UserError: the run has checkpoints, and all of them are damaged, or one may not be read.
     """
     faults: list[str] = []
     for step in reversed(list_checkpoints(run)):
@@ -238,9 +259,18 @@ def newest_checkpoint(run: Run, *, with_state: bool) -> tuple[Path | None, str |
             return path, f"{faults[0]}{more}; step {step:,} is used instead" if faults else None
         faults.append(fault)
     if faults:
-        remedy = _REMEDY if len(faults) == 1 else f"no other checkpoint of {run.folder} is whole"
+        remedy = f"no other checkpoint of {run.folder} is whole"
+        if with_state:
+            remedy = f"{remedy}; {put_back(run)}"
+        elif len(faults) == 1:
+            remedy = _REMEDY
         raise UserError(f"{faults[0]}; {remedy}")
     return None, None
+
+
+def put_back(run: Run) -> str:
+    """Say what to do where a run has no checkpoint left to go on from."""
+    return f"put a whole one back, or begin anew with `txl train -c {run.config_path}`"
 
 
 def find_damage(path: Path, *, with_state: bool) -> str | None:
@@ -249,10 +279,16 @@ def find_damage(path: Path, *, with_state: bool) -> str | None:
     Args:
         path: The folder.
         with_state: The training state counts too, and not the weights alone.
+
+    Raises:
+        UserError: the system does not let one of them be read, which says nothing of what it holds.
     """
     try:
         _check_files(path, with_state=with_state)
     except UserError as error:
+        if is_unreadable(error):
+            text = f"{error}; see to its permissions and its disk, or move {path.name} out of the run"
+            raise UserError(text) from error.__cause__
         return str(error).removesuffix(f"; {_REMEDY}")
     return None
 
@@ -363,7 +399,7 @@ def _load_model(run: Run, path: Path, device: str | torch.device, damage: str | 
     with open_tensors(path / _WEIGHTS) as file:
         described = _read_description(path / _WEIGHTS, file.metadata())
         _check_tokenizer(path, described, tokenizer, run)
-        _check_settings(path, described, config.model)
+        _check_settings(path, described, config.model, [leaf.name for leaf in fields(ModelConfig)])
         check_size(path, config.model, tokenizer.n_vocab)
         # The first weights are drawn and thrown away: nobody's random numbers may depend on that.
         with torch.random.fork_rng(devices=[]):
@@ -410,6 +446,18 @@ _REMEDY = "take another step with --checkpoint STEP, or delete its folder to res
 
 
 @contextmanager
+def remedied(remedy: str) -> Iterator[None]:
+    """Put a remedy in the place of readers' own, for a command that has no --checkpoint."""
+    try:
+        yield
+    except UserError as error:
+        fault, _, readers_remedy = str(error).rpartition("; ")
+        if "--checkpoint" not in readers_remedy:
+            raise
+        raise UserError(f"{fault}; {remedy}") from error.__cause__
+
+
+@contextmanager
 def open_tensors(path: Path, remedy: str = _REMEDY) -> Iterator[Any]:
     """Open a safetensors file whose header fits the file; `Any` because the library has no types.
 
@@ -440,6 +488,8 @@ def _check_header(path: Path, remedy: str) -> None:
     fd = open_regular(path)
     try:
         start, size = read_at(fd, 8, 0), os.fstat(fd).st_size
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read; {describe_error(error)}") from error
     finally:
         os.close(fd)
     if start[:4] == b"PK\x03\x04" or (start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05"):
@@ -470,16 +520,31 @@ def _check_tokenizer(path: Path, described: Mapping[str, Any], tokenizer: Tokeni
         )
 
 
-def _check_settings(path: Path, described: Mapping[str, Any], config: ModelConfig) -> None:
+def check_model(path: Path, config: ModelConfig, n_vocab: int) -> None:
+    """Refuse a model that the weights in a checkpoint's folder are not of, before it is built.
+
+    Settings that leave the weights as they are may differ.
+    """
+    with open_tensors(path / _WEIGHTS) as file:
+        described = _read_description(path / _WEIGHTS, file.metadata())
+    # Settings first: where they differ it is not the file that is at fault.
+    names = [item.name for item in shaping_leaves(config) if item.section == "model"]
+    _check_settings(path, described, config, names)
+    check_size(path, config, n_vocab)
+
+
+def _check_settings(
+    path: Path, described: Mapping[str, Any], config: ModelConfig, names: Iterable[str]
+) -> None:
     written: ModelConfig = build_section(
         "model", described["model"], f"{path / _WEIGHTS}: metadata `{_METADATA_KEY}`"
     )
-    for name in sorted(leaf.name for leaf in fields(ModelConfig)):
+    for name in sorted(names):
         expected, found = getattr(written, name), getattr(config, name)
         if expected != found:
             raise UserError(
-                f"{path}: written for {name} {_show(expected)}, config.yaml says {_show(found)}; "
-                "put the run's own config.yaml back"
+                f"{path}: written for {name} {show_setting(expected)}, "
+                f"config.yaml says {show_setting(found)}; put the run's own config.yaml back"
             )
 
 
@@ -554,7 +619,8 @@ def _model_settings(config: ModelConfig) -> dict[str, Any]:
     return {leaf.name: getattr(config, leaf.name) for leaf in fields(config)}
 
 
-def _show(value: object) -> str:
-    if isinstance(value, tuple):
+def show_setting(value: object) -> str:
+    """Show a setting's value, also one that was read from a file."""
+    if isinstance(value, (tuple, list)):
         value = ",".join(map(str, value[:20]))
-    return "nothing" if value in (None, "") else str(value)[:100]
+    return "nothing" if value in (None, "") else shown(value, 100)

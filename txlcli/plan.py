@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from txlcli import UserError
 from txlcli.config import (
     FLAG,
-    LEAVES,
     LENGTHS,
     Config,
     SettingError,
@@ -25,6 +24,7 @@ from txlcli.config import (
     blame,
     build,
     flatten,
+    shaping_leaves,
     value_of,
 )
 from txlcli.tokenizer import default_vocab_size
@@ -531,9 +531,7 @@ def take_from_run(settings: Settings, config: Config, run: str) -> Settings:
         UserError: something is set otherwise than the weights have it; the place is the flag or file line.
     """
     theirs = flatten(config)
-    # A learned table has one row for each position of a segment.
-    has_table = config.model.position == "learned"
-    shaping = [item for item in LEAVES if item.shapes_weights or (has_table and item.name == "tgt_len")]
+    shaping = shaping_leaves(config.model)
     for item in shaping:
         ours = settings.get(item.name)
         if ours is None or ours.value in ("auto", theirs[item.name]):

@@ -30,6 +30,7 @@ from txlcli.config.sections import (
     from_flags,
     leaf,
     override,
+    shaping_leaves,
     unescape,
     value_of,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "presets",
     "read_origins",
     "read_settings",
+    "shaping_leaves",
     "shown",
     "unescape",
     "value_of",

@@ -192,6 +192,13 @@ class DataConfig:
                     )
 
 
+def shaping_leaves(model: "ModelConfig") -> list[Leaf]:
+    """List the settings that decide names, shapes or meaning of a model's weights."""
+    # A learned table has one row for each position of a segment.
+    has_table = model.position == "learned"
+    return [item for item in LEAVES if item.shapes_weights or (has_table and item.name == "tgt_len")]
+
+
 def unescape(text: str) -> str:
     r"""Read `\n`, `\t`, `\r` and `\\` in a separator of documents.
 

@@ -348,7 +348,10 @@ def finished_facts(
     }
     took = "" if elapsed_s is None else f" in {duration_text(elapsed_s)}"
     facts = [("done", f"step {event.step:,}{took}{reasons[event.reason]}")]
-    if event.best_step is not None:
+    if event.is_best_lost:
+        lost = f"step {event.best_step:,}, which was better, is lost"
+        facts.append(("best", f"the last, step {event.step:,} · {lost}"))
+    elif event.best_step is not None:
         best = _nats_text(event.best_nll, event.best_bits_per_byte)
         of = f" · {best_scope}" if best_scope else ""
         facts.append(("best", f"step {event.best_step:,} · {best} held out{of}"))

@@ -49,8 +49,14 @@ from txlcli.run.conversion import (
 )
 from txlcli.run.folder import RUNS, Run, latest_run, list_runs, open_run, read_asked, write_asked
 from txlcli.run.json_object import dump_json, json_fault, parse_json
-from txlcli.run.making import discard_run, new_run
-from txlcli.run.metrics import append_metrics, cut_metrics, metrics_length, read_bits_per_byte
+from txlcli.run.making import check_writable, discard_run, new_run
+from txlcli.run.metrics import (
+    append_metrics,
+    cut_metrics,
+    has_saved_metrics,
+    metrics_length,
+    read_bits_per_byte,
+)
 from txlcli.run.summary import RunSummary, describe_run
 from txlcli.run.writer import sweep_run, writing
 
@@ -62,11 +68,13 @@ __all__ = [
     "Run",
     "RunSummary",
     "append_metrics",
+    "check_writable",
     "choose_checkpoint",
     "cut_metrics",
     "describe_run",
     "discard_run",
     "dump_json",
+    "has_saved_metrics",
     "json_fault",
     "latest_run",
     "list_checkpoints",

@@ -42,6 +42,26 @@ def new_run(path: Path | None, stem: str) -> Run:
     return run
 
 
+def check_writable(run: Run) -> None:
+    """Test that a run can be saved to, before work is done that would be lost.
+
+    Raises:
+        UserError: it cannot.
+    """
+    probe = run.checkpoints_folder / f"{_PROBE}.tmp"  # which is swept, should this process be killed
+    try:
+        run.checkpoints_folder.mkdir(exist_ok=True)
+        write_whole(probe, b"txl\n")
+        probe.unlink()
+    except (OSError, UserError) as error:
+        cause = error.__cause__ if isinstance(error, UserError) else error
+        reason = describe_error(cause) if isinstance(cause, OSError) else str(error)
+        raise UserError(
+            f"{run.checkpoints_folder}: cannot be written, so nothing would be saved; {reason}; "
+            "see to its permissions and its disk, then resume again"
+        ) from error
+
+
 def discard_run(run: Run) -> None:
     """Remove a run that came to nothing, and the folders that were made for it.
 

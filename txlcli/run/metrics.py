@@ -38,6 +38,17 @@ def metrics_length(run: Run) -> int:
         return 0
 
 
+def has_saved_metrics(run: Run) -> bool:
+    """Say whether metrics.jsonl is that of a run that had a checkpoint.
+
+    Its first line announces the first checkpoint; there are more only once that is there.
+    """
+    with suppress(FileNotFoundError), run.metrics_path.open("rb") as file:
+        file.readline(_METRICS_LINE_LIMIT_BYTES)
+        return file.read(1) != b""
+    return False
+
+
 def cut_metrics(run: Run, n_bytes: int) -> bool:
     """Cut metrics.jsonl to the length that a checkpoint recorded, so that no line comes twice.
 

@@ -19,7 +19,7 @@ from txlcli.device import choose_device, choose_precision
 from txlcli.evaluate import EvalProgress, evaluate
 from txlcli.model import TransformerXL, clusters_of
 from txlcli.plan import Measured
-from txlcli.run import Run
+from txlcli.run import Run, list_checkpoints
 from txlcli.tokenizer import Tokenizer
 from txlcli.train.evaluating import sample_text
 from txlcli.train.events import Event, Notice
@@ -146,16 +146,23 @@ def check_fits(config: Config, n_vocab: int, device: torch.device, run: Run | No
             f"mem_len {model.mem_len} take about {needed / 1e9:,.1f} GB, {free / 1e9:,.1f} GB are free; "
             f"{LOWER}"
         )
-    if run is None:
-        return
-    # The newest, the best, and the one being written.
-    n_checkpoints = config.train.keep + 2
+    if run is not None:
+        check_disk(config, n_vocab, run, "choose another place with --out, or lower --keep")
+
+
+def check_disk(config: Config, n_vocab: int, run: Run, remedy: str) -> None:
+    """Refuse a run whose disk is too full for the checkpoints that it is yet to write.
+
+    Raises:
+        UserError: the message has the numbers and the remedy.
+    """
+    # The newest, the best, and the one being written; those that are there make room for others.
+    n_checkpoints = max(1, config.train.keep + 2 - len(list_checkpoints(run)))
     needed, free = n_checkpoints * state_bytes(config, n_vocab), free_disk_bytes(run.folder)
     if needed > free:
         raise UserError(
-            f"{run.folder}: the disk is too full for {n_checkpoints} checkpoints; "
-            f"they take about {needed / 1e6:.0f} MB, {free / 1e6:.0f} MB are free; "
-            "choose another place with --out, or lower --keep"
+            f"{run.folder}: the disk is too full for {n_checkpoints} checkpoint{'s' * (n_checkpoints != 1)}; "
+            f"about {needed / 1e6:.0f} MB are needed, {free / 1e6:.0f} MB are free; {remedy}"
         )
 
 

@@ -253,12 +253,13 @@ class Finished:
         run: The run.
         reason: `length`: it is complete; `patience`: evaluations stopped improving; `stop_at`: as asked;
             `interrupted`: by the user, after saving.
-        best_step: The step of the best checkpoint; None: nothing was evaluated, so best is last.
+        best_step: The step of the best evaluation; None: nothing was evaluated, so best is last.
         best_nll: Its held-out nats per token, on the slice that periodic evaluations take.
         best_bits_per_byte: The same in bits per byte; None: not known any more.
         best_score: The score of that step, if it was made since training was started or resumed.
         last_score: The last score made, if any.
         mem_len: The memory length that it was trained with.
+        is_best_lost: The checkpoint of the best step is damaged or gone, so that best is last.
     """
 
     step: int
@@ -270,6 +271,7 @@ class Finished:
     best_score: Score | None
     last_score: Score | None
     mem_len: int
+    is_best_lost: bool = False
 
 
 Event = (

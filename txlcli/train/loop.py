@@ -69,10 +69,14 @@ def train(
             first, stop = session.state.counters.step, min(session.steps, stop_at or session.steps)
             stack.enter_context(session.state.batches.reading_ahead(first, stop))
             yield from _run(session, should_stop, stop_at, _Clock(session, budget))
-        except OSError as error:
+        except (OSError, UserError) as error:
             # A disk that is full, or gone. Lines of metrics after the last checkpoint go when it is resumed.
-            last = f"; last checkpoint: {session.last_good()}" if session and session.last_good() else ""
-            raise UserError(f"{run.folder}: cannot be written; {describe_error(error)}{last}") from error
+            cause = error if isinstance(error, OSError) else error.__cause__
+            if not isinstance(cause, OSError):
+                raise
+            unnamed = f"{run.folder}: cannot be written; {describe_error(cause)}"
+            text = str(error) if isinstance(error, UserError) else unnamed
+            raise UserError(text if session is None else f"{text}; {session.how_to_go_on(cause)}") from cause
 
 
 def _run(
@@ -113,6 +117,7 @@ def _run(
         best_score=session.best_score,
         last_score=session.last_score,
         mem_len=config.model.mem_len,
+        is_best_lost=session.is_best_lost,
     )
 
 
@@ -241,7 +246,8 @@ def _watch(session: Session, loss: float) -> Iterator[Event]:
     is_far = counters.smoothed > counters.lowest + max(0.3, 0.25 * counters.lowest)
     if is_far and not counters.is_alarmed:
         counters.is_alarmed = True
-        best = "" if counters.best_step is None else f"; the best checkpoint is of step {counters.best_step}"
+        has_best = counters.best_step is not None and not session.is_best_lost
+        best = "" if not has_best else f"; the best checkpoint is of step {counters.best_step}"
         yield Notice(
             f"step {counters.step}: the loss has risen far above its best, {counters.lowest:.2f} to "
             f"{counters.smoothed:.2f} nats per token{best}; a lower --lr or a longer --warmup may help"

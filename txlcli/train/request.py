@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from txlcli.attention import Demands, cannot_run, choose_backend, fall_back
-from txlcli.checkpoint import load_model
+from txlcli.checkpoint import load_model, remedied
 from txlcli.config import DOCUMENT_RULES, FLAG, Settings, Sourced, build, fault_at, leaf, value_of
 from txlcli.device import choose_device, choose_precision
 from txlcli.plan import Facts, plan_text, take_from_run
@@ -15,6 +15,7 @@ from txlcli.tokenizer import Tokenizer
 from txlcli.train.cost import Interrupted
 from txlcli.train.events import Notice
 from txlcli.train.optim import refuse_missing_muon
+from txlcli.train.session import INIT_REMEDY
 
 _ANY_TEXT = Facts(
     n_bytes=2_000_000,
@@ -54,7 +55,8 @@ class Request:
         init, notices = None if name is None else open_run(str(name)), tuple[Notice, ...]()
         if init is not None:
             refuse_without_tokenizer(init)
-            loaded = load_model(init)  # what cannot be read is refused before anything is made
+            with remedied(INIT_REMEDY):
+                loaded = load_model(init)  # what cannot be read is refused before anything is made
             settings = take_from_run(settings, loaded.config, str(name))
             _check_documents(settings, loaded.tokenizer, str(name))
             if loaded.damage is not None:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from txlcli import UserError
-from txlcli.checkpoint import check_size, load_values, newest_checkpoint
+from txlcli.checkpoint import check_model, load_values, remedied
 from txlcli.config import (
     DEFAULT,
     LENGTHS,
@@ -20,19 +20,35 @@ from txlcli.config import (
     override,
     read_origins,
     read_settings,
+    value_of,
 )
 from txlcli.data import StoreInfo, read_store_info, steps_per_epoch
 from txlcli.device import choose_device, choose_precision
 from txlcli.files import describe_error, write_whole
 from txlcli.plan import MINUTES, Facts, Known, Measured, last_eval_is_whole, minutes_text, steps_within
-from txlcli.run import Run, read_asked, read_bits_per_byte, refuse_converted, sweep_run, writing
+from txlcli.run import (
+    Run,
+    check_writable,
+    read_asked,
+    read_bits_per_byte,
+    refuse_converted,
+    sweep_run,
+    writing,
+)
 from txlcli.tokenizer import load_tokenizer
-from txlcli.train.cost import Interrupted, check_fits, leave_out_failed_compile, measure, without_length
+from txlcli.train.cost import (
+    Interrupted,
+    check_disk,
+    check_fits,
+    leave_out_failed_compile,
+    measure,
+    without_length,
+)
 from txlcli.train.events import Budget, Event, Finished, Notice, Progress, Ready
 from txlcli.train.optim import learning_rate
 from txlcli.train.preparing import begin_again
 from txlcli.train.request import choose_attention
-from txlcli.train.session import look_for_best, settle
+from txlcli.train.session import RESTORE_REMEDY, find_saved, look_for_best, settle
 from txlcli.train.state import Counters, read_counters
 
 
@@ -53,7 +69,7 @@ def resume(
 
     Raises:
         UserError: something else is to be changed, the length is below the saved step, another process
-            trains this run, or it is damaged or cannot be written to.
+            trains this run, its checkpoints are gone, or it is damaged or cannot be written to.
     """
     started = time.monotonic()
     for name, sourced in changes.items():
@@ -92,6 +108,9 @@ def _make_ready(
     sweep_run(run)
     newest, saved = _read_saved(run)
     info = read_store_info(run.folder)
+    if newest is not None:
+        with remedied(RESTORE_REMEDY):
+            check_model(newest, config.model, info.n_vocab)
     yield from _corpus_notices(info, should_stop)
 
     old_steps, budget = config.train.steps, None
@@ -102,7 +121,8 @@ def _make_ready(
         settings = settings | {"attention": Sourced(attention, "plan: runs best here")}
     if given == "minutes" or (given is None and old_steps is None):
         yield Progress("measuring steps", 0, 0, "steps", is_deaf=build(settings).machine.compile)
-    _refuse_too_large(newest, without_length(settings), info.n_vocab)
+    device = choose_device(value_of(settings, "device"))
+    check_fits(without_length(settings), info.n_vocab, device, None)
     try:
         settings, budget, measured = _settle_length(run, settings, info, saved.step, started, should_stop)
     except Interrupted:
@@ -116,7 +136,11 @@ def _make_ready(
             f"--{given}: below the saved step; got {steps} steps, {run.folder} is at step {saved.step}; "
             f"give {saved.step} or more"
         )
-    choose_precision(config.machine.precision, choose_device(config.machine.device), training=True)
+    choose_precision(config.machine.precision, device, training=True)
+    reason = _reason_it_is_finished(config, info, saved)
+    if reason is None:
+        check_disk(config, info.n_vocab, run, "free some space, then resume again")
+        check_writable(run)
     if told is not None:
         yield Notice(f"attention: {told}")
     if steps != old_steps and old_steps is not None and steps > saved.step:
@@ -132,7 +156,6 @@ def _make_ready(
     if changed:
         origins |= {name: settings[name].origin if name in settings else DEFAULT for name in changed}
         write_whole(run.config_path, dump(config, origins).encode())
-    reason = _reason_it_is_finished(config, info, saved)
     if reason is not None:
         # Its training may have been killed just before it did this itself.
         lost_best, notices = look_for_best(run, saved)
@@ -153,6 +176,7 @@ def _make_ready(
             best_score=None,
             last_score=None,
             mem_len=config.model.mem_len,
+            is_best_lost=lost_best is not None,
         )
         return
     yield Ready(run, config, origins, budget, saved.step)
@@ -163,15 +187,8 @@ def _read_saved(run: Run) -> tuple[Path | None, Counters]:
 
     Training itself says where a newer one is damaged.
     """
-    path, _ = newest_checkpoint(run, with_state=True)
+    path, _ = find_saved(run)
     return path, Counters() if path is None else read_counters(load_values(path), path)
-
-
-def _refuse_too_large(newest: Path | None, config: Config, n_vocab: int) -> None:
-    """Refuse a model that the newest checkpoint cannot hold, or this machine, before it is built."""
-    if newest is not None:
-        check_size(newest, config.model, n_vocab)
-    check_fits(config, n_vocab, choose_device(config.machine.device), None)
 
 
 def _settle_length(

@@ -1,9 +1,11 @@
 """What a training holds in its hands: run, text, state, and how far all of it is saved."""
 
-from collections.abc import Iterator
+import errno
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from txlcli import UserError
 from txlcli.checkpoint import (
@@ -12,18 +14,23 @@ from txlcli.checkpoint import (
     find_checkpoint,
     find_damage,
     newest_checkpoint,
+    put_back,
+    remedied,
     save_checkpoint,
+    show_setting,
 )
-from txlcli.config import Config, SettingError, blame, read_settings
+from txlcli.config import LEAVES, Config, SettingError, blame, flatten, read_settings
 from txlcli.data import Batches, Counts, StoreInfo, TokenStore, open_counts, open_split, read_store_info
 from txlcli.device import choose_device, choose_precision, environment
 from txlcli.evaluate import Score
+from txlcli.files import look_at
 from txlcli.plan import last_eval_is_whole
 from txlcli.run import (
     Pointers,
     Run,
     append_metrics,
     cut_metrics,
+    has_saved_metrics,
     list_checkpoints,
     metrics_length,
     open_run,
@@ -36,6 +43,12 @@ from txlcli.tokenizer import Tokenizer, load_tokenizer
 from txlcli.train.events import Event, Notice, Saved
 from txlcli.train.optim import learning_rate
 from txlcli.train.state import Counters, StepResult, TrainState, is_finite
+
+INIT_REMEDY = "begin with the weights of another run"
+RESTORE_REMEDY = "delete its folder to resume from the step before"
+
+_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_PERMISSION = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 class NonFinite(ArithmeticError):
@@ -64,7 +77,7 @@ class Session:
     @classmethod
     def open(cls, run: Run, config: Config, stack: ExitStack) -> "Session":
         """Open the store and build or restore the state; only for the run's one writer."""
-        sweep_run(run)
+        left = sweep_run(run)
         device = choose_device(config.machine.device)
         precision = choose_precision(config.machine.precision, device, training=True)
         tokenizer = load_tokenizer(run.tokenizer_folder)
@@ -80,20 +93,25 @@ class Session:
             valid = stack.enter_context(open_split(run.folder, "valid"))
             counts = stack.enter_context(open_counts(run.folder, "valid"))
         batches = Batches(store, config.optim.batch_size, config.model.tgt_len)
-        newest, notice = newest_checkpoint(run, with_state=True)
-        init = None
-        if newest is None and config.data.init is not None:
-            init, _ = find_checkpoint(open_run(config.data.init))
+        newest, notice = find_saved(run)
         try:
-            state = TrainState.start(
-                config, batches, tokenizer.n_vocab, device=device, precision=precision, init=init
-            )
+            with remedied(INIT_REMEDY):
+                init = None
+                if newest is None and config.data.init is not None:
+                    init, _ = find_checkpoint(open_run(config.data.init))
+                state = TrainState.start(
+                    config, batches, tokenizer.n_vocab, device=device, precision=precision, init=init
+                )
         except SettingError as error:  # a config.yaml changed by hand no longer fits the vocabulary
             raise blame(error, read_settings(run.config_path)) from None
         session = cls(run, config, state, tokenizer, info, valid, counts)
+        session.notices += [
+            Notice(f"{path}: is left over, and cannot be removed; remove it by hand") for path in left
+        ]
         if newest is not None:
             session.notices += [] if notice is None else [Notice(notice, is_damage=True)]
-            session.restore(newest)
+            with remedied(RESTORE_REMEDY):
+                session.restore(newest)
         else:
             cut_metrics(run, 0)
         return session
@@ -135,6 +153,15 @@ class Session:
         facts = environment(self.state.device, self.state.precision)
         return {**facts, "attention": self.state.model.attention_name, "compile": compiled}
 
+    def lasting_settings(self) -> dict[str, object]:
+        """Return the settings, as plain values, that must stay for the rest to be that of this run.
+
+        Those of the text have done their part: it is prepared.
+        """
+        values = flatten(self.config)
+        names = [item.name for item in LEAVES if not item.may_change and item.section != "data"]
+        return {name: list(value) if isinstance(value := values[name], tuple) else value for name in names}
+
     def restore(self, path: Path) -> None:
         """Go back to a checkpoint: state, metrics.jsonl and the pointers."""
         values = self.state.restore(path)
@@ -155,6 +182,7 @@ class Session:
         changed = [
             f"{key} {then[key]!s:.40} -> {now[key]}" for key in now if key in then and then[key] != now[key]
         ]
+        self.notices += self._changed_settings(values, path)
         if changed:
             self.notices.append(
                 Notice(f"resuming elsewhere: {', '.join(changed)}; the rest will not repeat bit for bit")
@@ -163,9 +191,62 @@ class Session:
         self.notices += notices
         settle(self.run, counters, self.config.train.keep, self.lost_best)
 
+    def _changed_settings(self, values: Mapping[str, Any], path: Path) -> list[Notice]:
+        """Say which settings that must stay have been changed by hand since a checkpoint was written."""
+        then, now = values.get("settings", {}), self.lasting_settings()
+        if not isinstance(then, dict):
+            raise UserError(f"{path}: state.json: `settings` cannot be; damaged")
+        changed = [
+            f"{name} {show_setting(then[name])} -> {show_setting(value)}"
+            for name, value in now.items()
+            if name in then and then[name] != value
+        ]
+        if not changed:
+            return []
+        return [
+            Notice(
+                f"config.yaml changed since step {self.state.counters.step}: {', '.join(changed)}; "
+                "the rest will not be what it would have been"
+            )
+        ]
+
+    @property
+    def is_best_lost(self) -> bool:
+        """Whether the checkpoint of the best step is damaged or gone."""
+        return self.lost_best is not None and self.lost_best == self.state.counters.best_step
+
     def last_good(self) -> str:
         """Name the newest checkpoint; empty where there is none."""
         return "" if self.saved is None else str(self.run.checkpoint_path(self.saved[0]))
+
+    def how_to_go_on(self, error: OSError) -> str:
+        """Say what is saved where the system ends a training, and what to do."""
+        saved = "nothing is saved yet" if self.saved is None else f"step {self.saved[0]} is saved"
+        mend = "see to the disk"
+        if error.errno in _SPACE:
+            mend = "free some space"
+        elif error.errno in _PERMISSION:
+            mend = "see to its permissions"
+        return f"{saved}; {mend}, then `txl train --resume {self.run.folder}`"
+
+
+def find_saved(run: Run) -> tuple[Path | None, str | None]:
+    """Find the checkpoint to go on from, as `newest_checkpoint`; None: the run was killed before it had one.
+
+    Raises:
+        UserError: it had some, and they are gone.
+    """
+    newest, notice = newest_checkpoint(run, with_state=True)
+    is_pointed = look_at(run.pointers_path) is not None
+    if newest is None and (is_pointed or has_saved_metrics(run)):
+        last = None
+        with suppress(UserError):  # damaged
+            last = read_pointers(run).last
+        was = f"pointers.json names step {last} as the last"
+        if last is None:
+            was = f"{'pointers.json' if is_pointed else 'metrics.jsonl'} tells of some"
+        raise UserError(f"{run.checkpoints_folder}: has no checkpoint any more; {was}; {put_back(run)}")
+    return newest, notice
 
 
 def look_for_best(run: Run, counters: Counters) -> tuple[int | None, list[Notice]]:
@@ -182,7 +263,8 @@ def look_for_best(run: Run, counters: Counters) -> tuple[int | None, list[Notice
         fault = f"{run.checkpoint_path(best)}: is not there any more"
     if fault is None:
         return None, []
-    text = f"{fault}; it was the best, so best is last until an evaluation is better"
+    bar = "" if counters.best_nll is None else f" than its {counters.best_nll:.4f} nats"
+    text = f"{fault}; it was the best, so best is last until an evaluation is better{bar}"
     return best, [Notice(text, is_damage=True)]
 
 
@@ -225,6 +307,7 @@ def save(session: Session) -> Iterator[Event]:
             values={
                 **state.values(),
                 "environment": session.environment(),
+                "settings": session.lasting_settings(),
                 "metrics_bytes": metrics_length(run),
             },
         )

@@ -10,8 +10,8 @@
     random.cpu, random.<device>                states of the random generators
 
 and `state.json` the counters, the gradient scaler of fp16, the environment (what must be equal for bit-exact
-repetition) and the length of metrics.jsonl in bytes. Position in the text and learning rate are functions of
-the step and so need no place.
+repetition), the settings that may not change on resume, but for those of the text, and the length of
+metrics.jsonl in bytes. Position in the text and learning rate are functions of the step and so need no place.
 """
 
 import dataclasses
