@@ -336,6 +336,25 @@ def test_metrics_are_cut_to_a_recorded_length_and_never_grown() -> None:
     assert run.metrics_path.read_bytes() == kept
 
 
+@pytest.mark.parametrize("line", [b'{"a": 1}\n', b"x" * 100_000 + b"\n"])
+def test_of_metrics_that_were_cut_short_whole_lines_are_kept(line: bytes) -> None:
+    run = make_run(Path("a"))
+    for whole, broken in ((line, b'{"event": "sa'), (b"", line[:-1][:1000]), (line, b"")):
+        run.metrics_path.write_bytes(whole + broken)
+        assert not runs.cut_metrics(run, len(whole + broken) + 1)
+        assert run.metrics_path.read_bytes() == whole
+
+
+def test_a_folder_that_looks_like_a_run_is_listed_and_its_fault_told() -> None:
+    make_run(Path("runs/a"))
+    Path("runs/b/config.yaml").mkdir(parents=True)
+    Path("runs/c").mkdir(parents=True)  # none
+    b = runs.list_runs()[1]
+    assert b == Run(Path("runs/b"))
+    with refused("runs/b/config.yaml: is a folder, not a file"):
+        runs.describe_run(b)
+
+
 # Summary
 
 

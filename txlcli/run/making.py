@@ -34,7 +34,9 @@ def new_run(path: Path | None, stem: str) -> Run:
         for folder in run.made:
             sync_folder(folder.parent)
         write_whole(probe, b"txl\n")
-        probe.unlink()
+        probe.unlink(
+            missing_ok=True
+        )  # another that begins here at this moment has the same; the lock decides
         run.checkpoints_folder.mkdir(exist_ok=True)
     except (OSError, UserError) as error:
         discard_run(run)
