@@ -76,6 +76,9 @@ def test_a_given_folder_may_exist_if_it_is_empty() -> None:
 def test_a_given_folder_in_use_is_refused_and_left_alone() -> None:
     Path("out").mkdir()
     Path("out/letter").write_bytes(b"dear")
+    with refused("--out: `out` exists and is not empty; name another"):
+        runs.new_run(Path("out"), "corpus")
+    Path("out/config.yaml").write_text("# a run")
     with refused("--out: `out` exists and is not empty; name another, or continue with `--resume out`"):
         runs.new_run(Path("out"), "corpus")
     assert Path("out/letter").read_bytes() == b"dear"
