@@ -517,7 +517,7 @@ FOUND: tuple[tuple[str, str, bytes, bytes, str], ...] = (
     ("source", "config.json", rb'"dropatt": [\d.]+', b'"dropatt": ' + b"9" * 400, "more than 40 digits"),
     # Models that no machine holds, before any is built; a vocabulary other than the model's.
     ("resume", "config.yaml", rb"n_layer: 1\b", b"n_layer: 1000000000", "n_layer must be a whole number of"),
-    ("resume", "config.yaml", rb"d_inner: \d+", b"d_inner: 1000000000", "too small for this model"),
+    ("resume", "config.yaml", rb"d_inner: \d+", b"d_inner: 1000000000", "config.yaml says 1000000000; put"),
     ("generate", "data/store.json", rb'"n_vocab": 256', b'"n_vocab": 300', "a tokenizer of 256 ids"),
     ("resume", "data/store.json", rb'"n_vocab": 256', b'"n_vocab": 300', "put the run's own tokenizer back"),
     # More values than a vocabulary has, in few bytes.
