@@ -520,6 +520,7 @@ FOUND: tuple[tuple[str, str, bytes, bytes, str], ...] = (
     ("resume", "config.yaml", rb"d_inner: \d+", b"d_inner: 1000000000", "config.yaml says 1000000000; put"),
     ("generate", "data/store.json", rb'"n_vocab": 256', b'"n_vocab": 300', "a tokenizer of 256 ids"),
     ("resume", "data/store.json", rb'"n_vocab": 256', b'"n_vocab": 300', "put the run's own tokenizer back"),
+    ("resume", "data/store.json", rb'"n_vocab": 256', b'"n_vocab": 9000', "put the run's own tokenizer back"),
     # More values than a vocabulary has, in few bytes.
     ("tokenizer", "tokenizer.json", b"$", b" " + b"[]," * 1_100_000, "expected JSON"),
 )

@@ -22,7 +22,7 @@ from txlcli.config import (
     read_settings,
     value_of,
 )
-from txlcli.data import StoreInfo, read_store_info, steps_per_epoch
+from txlcli.data import StoreInfo, steps_per_epoch
 from txlcli.device import choose_device, choose_precision
 from txlcli.files import describe_error, write_whole
 from txlcli.plan import MINUTES, Facts, Known, Measured, last_eval_is_whole, minutes_text, steps_within
@@ -48,7 +48,7 @@ from txlcli.train.events import Budget, Event, Finished, Notice, Progress, Ready
 from txlcli.train.optim import learning_rate
 from txlcli.train.preparing import begin_again
 from txlcli.train.request import choose_attention
-from txlcli.train.session import RESTORE_REMEDY, find_saved, look_for_best, settle
+from txlcli.train.session import RESTORE_REMEDY, find_saved, look_for_best, read_text, settle
 from txlcli.train.state import Counters, read_counters
 
 
@@ -107,7 +107,7 @@ def _make_ready(
     )
     sweep_run(run)
     newest, saved = _read_saved(run)
-    info = read_store_info(run.folder)
+    info, _ = read_text(run)
     if newest is not None:
         with remedied(RESTORE_REMEDY):
             check_model(newest, config.model, info.n_vocab)

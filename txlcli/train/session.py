@@ -80,13 +80,7 @@ class Session:
         left = sweep_run(run)
         device = choose_device(config.machine.device)
         precision = choose_precision(config.machine.precision, device, training=True)
-        tokenizer = load_tokenizer(run.tokenizer_folder)
-        info = read_store_info(run.folder)
-        if info.tokenizer != tokenizer.fingerprint() or info.n_vocab != tokenizer.n_vocab:
-            raise UserError(
-                f"{run.data_folder}: encoded with another tokenizer than "
-                f"{run.tokenizer_folder / 'tokenizer.json'}; put the run's own tokenizer back"
-            )
+        info, tokenizer = read_text(run)
         store = stack.enter_context(open_split(run.folder, "train"))
         valid = counts = None
         if "valid" in info.splits and info.splits["valid"].n_tokens >= 2:
@@ -228,6 +222,21 @@ class Session:
         elif error.errno in _PERMISSION:
             mend = "see to its permissions"
         return f"{saved}; {mend}, then `txl train --resume {self.run.folder}`"
+
+
+def read_text(run: Run) -> tuple[StoreInfo, Tokenizer]:
+    """Read what a run's store says of itself, and its tokenizer.
+
+    Raises:
+        UserError: they do not belong together.
+    """
+    info, tokenizer = read_store_info(run.folder), load_tokenizer(run.tokenizer_folder)
+    if info.tokenizer != tokenizer.fingerprint() or info.n_vocab != tokenizer.n_vocab:
+        raise UserError(
+            f"{run.data_folder}: encoded with another tokenizer than "
+            f"{run.tokenizer_folder / 'tokenizer.json'}; put the run's own tokenizer back"
+        )
+    return info, tokenizer
 
 
 def find_saved(run: Run) -> tuple[Path | None, str | None]:
