@@ -4,7 +4,8 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from txlcli import UserError, files
+from txlcli.checksums import checksum
 
 Split: TypeAlias = Literal["train", "valid", "test"]
 Ids: TypeAlias = npt.NDArray[np.int64]
@@ -26,9 +28,21 @@ _MOST_VALUES = 1 << 22
 _LATEST_NS = 1 << 63
 
 
+@dataclass(frozen=True)
+class FileInfo:
+    """A file as it was written."""
+
+    n_bytes: int
+    sha256: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class SplitInfo:
-    """What one split holds; `n_bytes` in the source's own encoding, None: unknown."""
+    """What one split holds; `n_bytes` in the source's own encoding, None: unknown.
+
+    `files` are those of the split by the ends of their names, `ids` among them; empty in stores that were
+    written without checksums.
+    """
 
     n_tokens: int
     n_bytes: int
@@ -36,6 +50,7 @@ class SplitInfo:
     n_words: int | None
     n_unknown: int
     counts_dtype: str | None
+    files: Mapping[str, FileInfo] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +129,8 @@ class TokenStore:
         ids = _read_items(self._fd, self.path, self._dtype, start, stop, self.n_tokens)
         if ids.size and int(ids.max()) >= self.n_vocab:
             raise UserError(
-                f"{self.path}: damaged; got id {int(ids.max())} in a vocabulary of {self.n_vocab}"
+                f"{self.path}: damaged; got id {int(ids.max())} in a vocabulary of {self.n_vocab}; "
+                f"{remedy_for(self.path)}"
             )
         return ids
 
@@ -146,7 +162,7 @@ class Counts:
         self.path = path
         self.n_tokens = n_tokens
         self.is_text = is_text
-        self._left_out = left_out
+        self.left_out = left_out
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._fd = _open_sized(path, 3 * n_tokens * self._dtype.itemsize)
 
@@ -167,12 +183,15 @@ class Counts:
     @functools.cached_property
     def _gaps(self) -> tuple[Ids, Ids]:
         """Positions after a gap, and what was left out up to each after none: [n], [n + 1]."""
-        if self._left_out is None:
+        if self.left_out is None:
             return np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64)
-        size = self._left_out.stat().st_size
+        size = self.left_out.stat().st_size
         if size % 16 or size > 16 * self.n_tokens:
-            raise UserError(f"{self._left_out}: damaged; got {size:,} bytes for {self.n_tokens:,} tokens")
-        data = files.read_bounded(self._left_out, size)
+            raise UserError(
+                f"{self.left_out}: damaged; got {size:,} bytes for {self.n_tokens:,} tokens; "
+                f"{remedy_for(self.left_out)}"
+            )
+        data = files.read_bounded(self.left_out, size)
         positions, n_bytes = np.frombuffer(data, dtype="<u8").astype(np.int64).reshape(-1, 2).T
         return positions, np.append(0, n_bytes)
 
@@ -192,12 +211,29 @@ class Counts:
 
 
 def _open_sized(path: Path, n_bytes: int) -> int:
-    fd = files.open_regular(path)
-    size = os.fstat(fd).st_size
-    if size != n_bytes:
-        os.close(fd)
-        raise UserError(f"{path}: damaged; got {size:,} bytes, store.json says {n_bytes:,}")
+    with telling_remedy(path):
+        fd = files.open_regular(path)
+        size = os.fstat(fd).st_size
+        if size != n_bytes:
+            os.close(fd)
+            raise UserError(f"{path}: damaged; got {size:,} bytes, store.json says {n_bytes:,}")
     return fd
+
+
+def remedy_for(path: Path) -> str:
+    """Say what to do about a damaged file of a run's store."""
+    config = path.parent.parent / "config.yaml"
+    return f"put it back, or repeat the run from its texts: txl train -c {config}"
+
+
+@contextmanager
+def telling_remedy(path: Path) -> Iterator[None]:
+    """End each error of the block about this file with what to do."""
+    try:
+        yield
+    except UserError as error:
+        text = str(error).removesuffix(f"; {remedy_for(path)}")
+        raise UserError(f"{text}; {remedy_for(path)}") from error
 
 
 def _read_items(
@@ -210,7 +246,10 @@ def _read_items(
     except OSError as error:
         raise UserError(f"{path}: cannot be read; {files.describe_error(error)}") from error
     if len(data) != n_bytes:
-        raise UserError(f"{path}: damaged; it ends before token {stop:,}, it was cut since it was opened")
+        raise UserError(
+            f"{path}: damaged; it ends before token {stop:,}, it was cut since it was opened; "
+            f"{remedy_for(path)}"
+        )
     return np.frombuffer(data, dtype)
 
 
@@ -221,16 +260,43 @@ def read_store_info(run_dir: Path) -> StoreInfo:
         UserError: there is no store, or `store.json` is damaged; the message names it.
     """
     path = run_dir / "data" / "store.json"
-    try:
-        return _parse_store_info(files.load_json(files.read_bounded(path, LARGEST_STORE_JSON), _MOST_VALUES))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path}: damaged; {type(error).__name__}: {error}") from error
+    with telling_remedy(path):
+        data = files.read_bounded(path, LARGEST_STORE_JSON)
+        try:
+            values = files.load_json(data, _MOST_VALUES)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}: damaged, not valid JSON; {files.json_fault(error)}") from error
+        try:
+            return _parse_store_info(_unsealed(values))
+        except KeyError as error:
+            raise UserError(f"{path}: damaged; has no `{error.args[0]}`") from error
+        except ValueError as error:
+            raise UserError(f"{path}: damaged; {error}") from error
+        except (TypeError, AttributeError) as error:
+            raise UserError(f"{path}: damaged; its values have another form than a store's") from error
 
 
 def write_store_info(folder: Path, info: StoreInfo) -> None:
     """Write `store.json` into the folder of the store."""
-    text = json.dumps(dataclasses.asdict(info), indent=1, sort_keys=True)
-    (folder / "store.json").write_text(text + "\n", encoding="utf-8")
+    values = dataclasses.asdict(info)
+    data = _dump({**values, "checksum": checksum(_dump(values))})
+    (folder / "store.json").write_text(data.decode(), encoding="utf-8")
+
+
+def _dump(values: Mapping[str, Any]) -> bytes:
+    # In ASCII, since names of files may hold what UTF-8 cannot.
+    return (json.dumps(values, indent=1, sort_keys=True) + "\n").encode()
+
+
+def _unsealed(values: Any) -> dict[str, Any]:
+    """Return the values of `store.json` without the checksum, which fits them; a store of before has none."""
+    if not isinstance(values, dict):
+        raise ValueError(f"must hold a JSON object, got {type(values).__name__}")
+    expected = values.pop("checksum", None)
+    is_old = expected is None and not any("files" in part for part in values["splits"].values())
+    if not is_old and checksum(_dump(values)) != expected:
+        raise ValueError("its checksum does not fit")
+    return values
 
 
 def text_name(sources: Sequence[SourceInfo]) -> str:
@@ -270,7 +336,7 @@ def open_counts(run_dir: Path, split: Split) -> Counts:
         dtype=part.counts_dtype,
         n_tokens=part.n_tokens,
         is_text=part.n_characters is not None,
-        left_out=left_out if left_out.exists() else None,
+        left_out=left_out if ("left_out" in part.files if part.files else left_out.exists()) else None,
     )
 
 
@@ -295,6 +361,7 @@ def _parse_store_info(data: Any) -> StoreInfo:  # Any: JSON of unknown shape, ch
                 n_words=_integer_or_none(part, "n_words"),
                 n_unknown=_integer(part, "n_unknown"),
                 counts_dtype=None if part["counts_dtype"] is None else _dtype(part, "counts_dtype"),
+                files=_files(part),
             )
     others = {
         split: TextInfo(sources=_sources(one["sources"]), sha256=_text_or_none(one, "sha256"))
@@ -318,6 +385,19 @@ def _parse_store_info(data: Any) -> StoreInfo:  # Any: JSON of unknown shape, ch
         survey=survey,
         notices=tuple(_text({"notices": text}, "notices") for text in data.get("notices", ())),
     )
+
+
+def _files(part: Any) -> dict[str, FileInfo]:
+    """Return what a split says of its files, which is all of them or, in a store of before, nothing."""
+    if "files" not in part:
+        return {}
+    expected = {"ids"} if part["counts_dtype"] is None else {"ids", "counts"}
+    if set(part["files"]) - {"left_out"} != expected:
+        raise ValueError("`files` are not those of the split")
+    return {
+        name: FileInfo(n_bytes=_integer(one, "n_bytes"), sha256=_text(one, "sha256"))
+        for name, one in part["files"].items()
+    }
 
 
 def _sources(data: Any) -> tuple[SourceInfo, ...]:

@@ -48,7 +48,7 @@ from txlcli.run.conversion import (
     write_conversion,
 )
 from txlcli.run.folder import RUNS, Run, latest_run, list_runs, open_run, read_asked, write_asked
-from txlcli.run.json_object import dump_json, json_fault, parse_json
+from txlcli.run.json_object import dump_json, parse_json
 from txlcli.run.making import discard_run, new_run
 from txlcli.run.metrics import append_metrics, cut_metrics, metrics_length, read_bits_per_byte
 from txlcli.run.summary import RunSummary, describe_run
@@ -67,7 +67,6 @@ __all__ = [
     "describe_run",
     "discard_run",
     "dump_json",
-    "json_fault",
     "latest_run",
     "list_checkpoints",
     "list_runs",
