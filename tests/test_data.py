@@ -41,7 +41,7 @@ from txlcli.data import (
     stream_start,
 )
 from txlcli.data.ahead import Ahead
-from txlcli.data.store import SPLITS
+from txlcli.data.info import SPLITS
 from txlcli.sources import (
     Chunk,
     Corpus,

@@ -35,6 +35,7 @@ the next one in the file is counted with it: its bytes, its characters, no word.
 from typing import TYPE_CHECKING, Any
 
 from txlcli.data.damage import check_store
+from txlcli.data.info import SourceInfo, Split, SplitInfo, StoreInfo, TextInfo, read_store_info
 from txlcli.data.origin import Look, Origin, hash_rules, reading_rules
 from txlcli.data.prepare import Prepared, encode_text, prepare
 from txlcli.data.reuse import (
@@ -48,18 +49,7 @@ from txlcli.data.reuse import (
     trusted_hash,
     with_rules,
 )
-from txlcli.data.store import (
-    Counts,
-    SourceInfo,
-    Split,
-    SplitInfo,
-    StoreInfo,
-    TextInfo,
-    TokenStore,
-    open_counts,
-    open_split,
-    read_store_info,
-)
+from txlcli.data.store import Counts, TokenStore, open_counts, open_split
 from txlcli.sources import Progress
 
 if TYPE_CHECKING:

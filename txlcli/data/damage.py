@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from txlcli.checksums import check_written
-from txlcli.data.store import Split, StoreInfo, remedy_for, telling_remedy
+from txlcli.data.info import Split, StoreInfo, remedy_for, telling_remedy
 from txlcli.sources import Progress
 
 # Fewer bytes are hashed within a moment, of which nobody needs to be told.

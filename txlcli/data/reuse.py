@@ -13,17 +13,16 @@ from typing import Any, NamedTuple
 
 from txlcli import UserError, files
 from txlcli.data.damage import check_store
-from txlcli.data.origin import Look, Origin
-from txlcli.data.store import (
+from txlcli.data.info import (
     SPLITS,
     StoreInfo,
-    open_counts,
-    open_split,
     read_store_info,
     remedy_for,
     text_name,
     write_store_info,
 )
+from txlcli.data.origin import Look, Origin
+from txlcli.data.store import open_counts, open_split
 from txlcli.sources import Progress, Survey
 from txlcli.tokenizer import Tokenizer, load_tokenizer
 

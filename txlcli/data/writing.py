@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from txlcli.data.encoding import Encoded
-from txlcli.data.store import FileInfo, SplitInfo
+from txlcli.data.info import FileInfo, SplitInfo
 
 BLOCK_ITEMS = 1 << 20
 
