@@ -563,6 +563,15 @@ def test_a_signal_while_the_program_starts_ends_it_quietly(number, code):
     assert process.returncode == code
 
 
+def test_a_training_that_ends_early_since_nobody_reads_it_is_not_done(trained):
+    shutil.copytree(trained, "a")
+    process = start("-m", "txlcli", "train", "--resume", "a", "--steps", 10**6)
+    assert process.stderr.readline()
+    process.stderr.close()
+    process.stdout.close()
+    assert process.wait(timeout=60) == 130
+
+
 @pytest.mark.parametrize("error", [BrokenPipeError, OSError(errno.ENOSPC, "No space left on device")])
 def test_a_training_that_nobody_watches_any_more_is_saved(monkeypatch, error):
     shown = []
@@ -941,6 +950,7 @@ def test_a_damaged_run_does_not_hide_the_others(trained, tmp_path):
     result = run("runs")
     assert result.stdout == ""
     assert result.stderr.startswith("note: runs/bad/config.yaml:2: ")
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_an_empty_folder_of_runs(tmp_path):

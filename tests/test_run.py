@@ -76,6 +76,9 @@ def test_a_given_folder_may_exist_if_it_is_empty() -> None:
 def test_a_given_folder_in_use_is_refused_and_left_alone() -> None:
     Path("out").mkdir()
     Path("out/letter").write_bytes(b"dear")
+    with refused("--out: `out` exists and is not empty; name another"):
+        runs.new_run(Path("out"), "corpus")
+    Path("out/config.yaml").write_text("# a run")
     with refused("--out: `out` exists and is not empty; name another, or continue with `--resume out`"):
         runs.new_run(Path("out"), "corpus")
     assert Path("out/letter").read_bytes() == b"dear"
@@ -334,6 +337,25 @@ def test_metrics_are_cut_to_a_recorded_length_and_never_grown() -> None:
     assert runs.cut_metrics(run, length)
     assert not runs.cut_metrics(run, length + 1)
     assert run.metrics_path.read_bytes() == kept
+
+
+@pytest.mark.parametrize("line", [b'{"a": 1}\n', b"x" * 100_000 + b"\n"])
+def test_of_metrics_that_were_cut_short_whole_lines_are_kept(line: bytes) -> None:
+    run = make_run(Path("a"))
+    for whole, broken in ((line, b'{"event": "sa'), (b"", line[:-1][:1000]), (line, b"")):
+        run.metrics_path.write_bytes(whole + broken)
+        assert not runs.cut_metrics(run, len(whole + broken) + 1)
+        assert run.metrics_path.read_bytes() == whole
+
+
+def test_a_folder_that_looks_like_a_run_is_listed_and_its_fault_told() -> None:
+    make_run(Path("runs/a"))
+    Path("runs/b/config.yaml").mkdir(parents=True)
+    Path("runs/c").mkdir(parents=True)  # none
+    b = runs.list_runs()[1]
+    assert b == Run(Path("runs/b"))
+    with refused("runs/b/config.yaml: is a folder, not a file"):
+        runs.describe_run(b)
 
 
 # Summary

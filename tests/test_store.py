@@ -259,7 +259,7 @@ def test_a_signal_to_all_processes_ends_them_and_leaves_nothing(
         # As a terminal does: to the whole group, workers among it.
         os.killpg(process.pid, number)
         rest = process.stderr.read()
-    assert rest == "stopping, saving what is trained; once more to stop at once\n"
+    assert rest == "stopping, saving what there is; once more to stop at once\n"
     assert process.returncode == code
     assert not (tmp_path / "runs").exists()
     for _ in range(100):  # what multiprocessing runs beside workers ends a moment later

@@ -48,6 +48,10 @@ class Commands(TyperGroup):
                 self.invoke(context)
             sys.stdout.flush()
         except typer.Exit as end:
+            try:
+                sys.stdout.flush()
+            except BrokenPipeError:
+                _silence()
             sys.exit(end.exit_code)
         except UserError as error:
             _end(str(error), _UNUSABLE)

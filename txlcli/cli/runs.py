@@ -25,8 +25,8 @@ def runs(
     from txlcli.run import describe_run, list_runs
 
     screen, out = Screen.of(sys.stderr), Screen.of(sys.stdout)
-    summaries = []
-    for run in list_runs(Path(folder)):
+    runs, summaries = list_runs(Path(folder)), []
+    for run in runs:
         try:
             summaries.append(describe_run(run))
         except UserError as error:
@@ -53,5 +53,5 @@ def runs(
         out.write_text(json_text(rows, indent=1).encode() + b"\n")
     elif summaries:
         out.draw(runs_table(summaries, out.width))
-    else:
+    elif not runs:
         screen.note(f"{folder}: no runs here; train one with `txl train FILE`")

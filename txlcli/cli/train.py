@@ -84,7 +84,7 @@ def train(
             "CORPUS: missing; name text files, folders, or - for standard input; see txl train --help"
         )
     with (
-        listening("stopping, saving what is trained; once more to stop at once") as interruption,
+        listening("stopping, saving what there is; once more to stop at once") as interruption,
         Training(
             Screen.of(sys.stderr, is_quiet=is_quiet), Screen.of(sys.stdout), is_dry_run=is_dry_run
         ) as drawing,
@@ -95,10 +95,12 @@ def train(
             interruption.is_raised = False
             try:
                 drawing.show(event)
-            except OSError:
+            except OSError as error:
                 from txlcli.train import Finished
 
-                if isinstance(event, Finished):
+                if isinstance(event, Finished) and (
+                    event.reason != "interrupted" or not isinstance(error, BrokenPipeError)
+                ):
                     raise
                 # Whoever watched is gone, or their disk is full: the run is saved before the command ends.
                 drawing.hush()

@@ -95,14 +95,19 @@ def open_run(path: str | Path) -> Run:
 
 
 def list_runs(root: Path = RUNS) -> list[Run]:
-    """List the runs directly under `root`, by name.
+    """List the runs directly under `root`, by name; also such as cannot be read, which whoever reads is told.
 
     Raises:
         UserError: `root` is no folder that can be read.
     """
     try:
-        # os.path's form is false, not an error, for a folder that is closed to us: it hides no other run.
-        return [Run(folder) for folder in sorted(root.iterdir()) if os.path.isfile(folder / "config.yaml")]  # noqa: PTH113
+        # os.path's forms are false, not errors, for a folder that is closed to us: it hides no other run.
+        return [
+            Run(folder)
+            for folder in sorted(root.iterdir())
+            if os.path.lexists(folder / "config.yaml")
+            or (os.path.isdir(folder) and not os.access(folder, os.X_OK))  # noqa: PTH112
+        ]
     except OSError as error:
         raise UserError(
             f"{root}: no folder of runs here ({describe_error(error)}); train one with `txl train FILE`"

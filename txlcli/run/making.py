@@ -34,7 +34,9 @@ def new_run(path: Path | None, stem: str) -> Run:
         for folder in run.made:
             sync_folder(folder.parent)
         write_whole(probe, b"txl\n")
-        probe.unlink()
+        probe.unlink(
+            missing_ok=True
+        )  # another that begins here at this moment has the same; the lock decides
         run.checkpoints_folder.mkdir(exist_ok=True)
     except (OSError, UserError) as error:
         discard_run(run)
@@ -94,9 +96,9 @@ def _make_given(path: Path) -> Run:
     except OSError as error:
         raise _cannot_make(path, error) from error
     if not is_empty:
-        raise UserError(
-            f"--out: `{path}` exists and is not empty; name another, or continue with `--resume {path}`"
-        )
+        is_run = look_at(path / "config.yaml") is not None
+        remedy = f"name another, or continue with `--resume {path}`" if is_run else "name another"
+        raise UserError(f"--out: `{path}` exists and is not empty; {remedy}")
     return Run(path, tuple(missing))
 
 

@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import BinaryIO
 
 from txlcli import UserError
 from txlcli.files import open_regular
@@ -42,14 +43,22 @@ def cut_metrics(run: Run, n_bytes: int) -> bool:
     """Cut metrics.jsonl to the length that a checkpoint recorded, so that no line comes twice.
 
     Returns:
-        False if the file is shorter than that: somebody has edited it, and it is left alone.
+        False if the file is shorter than that: somebody has edited it. Its whole lines are kept.
     """
     length = metrics_length(run)
-    if length > n_bytes:
+    if length != n_bytes and length:
         with run.metrics_path.open("r+b") as file:
-            file.truncate(n_bytes)
+            file.truncate(n_bytes if length > n_bytes else _end_of_lines(file, length))
             os.fsync(file.fileno())
     return length >= n_bytes
+
+
+def _end_of_lines(file: BinaryIO, length: int) -> int:
+    """Return the byte after the last line that is whole: the next must not be written into a broken one."""
+    start = max(length - _METRICS_LINE_LIMIT_BYTES, 0)
+    file.seek(start)
+    tail = file.read()
+    return start + tail.rfind(b"\n") + 1 if b"\n" in tail else (0 if start == 0 else length)
 
 
 def read_bits_per_byte(run: Run, step: int | None) -> float | None:

@@ -149,7 +149,7 @@ class Session:
         if type(n_bytes) is not int or n_bytes < 0 or not isinstance(then, dict):
             raise UserError(f"{path}: state.json: `metrics_bytes` or `environment` cannot be; damaged")
         if not cut_metrics(self.run, n_bytes):
-            text = f"{self.run.metrics_path}: shorter than it was at step {counters.step}; left as it is"
+            text = f"{self.run.metrics_path}: shorter than at step {counters.step}; its whole lines are kept"
             self.notices.append(Notice(text, is_damage=True))
         now = self.environment()
         changed = [
