@@ -17,7 +17,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # Each noun may import only those before it. A folder is one noun.
 ORDER = [
-    *("config", "files", "tokenizer", "sources", "data"),
+    *("config", "files", "checksums", "tokenizer", "sources", "data"),
     *("device", "attention", "single", "positions", "adaptive", "model"),
     *("run", "checkpoint", "convert"),
     *("evaluate", "generate", "plan", "train", "bench", "api"),
@@ -47,7 +47,7 @@ CONFINED = {
 }
 
 # Whoever asks for help, for the list of runs or for a setting does not wait for torch.
-WITHOUT_TORCH = ("config", "files", "tokenizer", "sources", "run", "plan", "report", "cli")
+WITHOUT_TORCH = ("config", "files", "checksums", "tokenizer", "sources", "run", "plan", "report", "cli")
 
 
 def noun(path: Path) -> str:

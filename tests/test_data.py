@@ -3,8 +3,8 @@
 import dataclasses
 import errno
 import itertools
-import json
 import os
+import re
 import shutil
 import sys
 import threading
@@ -20,6 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.stores import write_sealed
 from txlcli import UserError
 from txlcli.data import (
     Batches,
@@ -29,6 +30,7 @@ from txlcli.data import (
     Segment,
     StoreInfo,
     TokenStore,
+    check_store,
     encode_text,
     longest_stream,
     open_counts,
@@ -39,6 +41,7 @@ from txlcli.data import (
     stream_start,
 )
 from txlcli.data.ahead import Ahead
+from txlcli.data.info import SPLITS
 from txlcli.sources import (
     Chunk,
     Corpus,
@@ -108,6 +111,7 @@ def store_text(
     )
     prepared = run_all(prepare(corpus, tokenizer, folder, split_at=split_at))
     assert prepared.info == read_store_info(folder)
+    assert list(check_store(folder, prepared.info, SPLITS)) == []  # too small to be watched
     return Store(folder, prepared.info, prepared.notices, tokenizer, data, split_at)
 
 
@@ -337,6 +341,7 @@ def test_what_the_reading_thread_meets_is_raised_where_its_step_is_taken(tmp_pat
                 batches.segment(0)
             assert str(caught.value) == (
                 f"{store.path}: damaged; it ends before token 10,001, it was cut since it was opened"
+                + remedy(tmp_path.parent)  # a store of its own has no run's folder around it
             )
         assert reading_threads() == []
 
@@ -497,7 +502,8 @@ def test_damaged_places_of_newlines_are_refused_by_name(tmp_path: Path) -> None:
     n_bytes = path.stat().st_size
     with open_counts(tmp_path, "valid") as counts, pytest.raises(UserError) as caught:
         counts.left_out_before(0, 1)
-    assert str(caught.value) == f"{path}: damaged; got {n_bytes} bytes for {counts.n_tokens} tokens"
+    fault = f"{path}: damaged; got {n_bytes} bytes for {counts.n_tokens} tokens"
+    assert str(caught.value) == fault + remedy(tmp_path)
     store_text(tmp_path, b"a line\n" * 30)
     assert not path.exists()
     with open_counts(tmp_path, "valid") as counts:
@@ -970,32 +976,44 @@ def test_every_nth_document_may_be_held_out(tmp_path: Path, monkeypatch: pytest.
 
 def damaged(store: Store, **changes: object) -> str:
     path = store.folder / "data" / "store.json"
-    path.write_text(json.dumps({**dataclasses.asdict(store.info), **changes}))
+    write_sealed(path, {**dataclasses.asdict(store.info), **changes})
     with pytest.raises(UserError) as caught:
         read_store_info(store.folder)
-    assert str(caught.value).startswith(f"{path}: damaged; ")
-    return str(caught.value).removeprefix(f"{path}: damaged; ")
+    text = str(caught.value)
+    assert text.startswith(f"{path}: damaged; ")
+    assert text.endswith(remedy(store.folder))
+    return text.removeprefix(f"{path}: damaged; ").removesuffix(remedy(store.folder))
+
+
+def remedy(folder: Path) -> str:
+    return f"; put it back, or repeat the run from its texts: txl train -c {folder}/config.yaml"
 
 
 def test_a_damaged_description_is_refused_by_name(tmp_path: Path) -> None:
     store = store_text(tmp_path, b"some text\n" * 10)
-    assert damaged(store, n_vocab=True) == "ValueError: `n_vocab` is True, not a number from 1 to 2147483648"
-    assert damaged(store, start_id=256) == "ValueError: `start_id` is 256, not a number from 0 to 255"
-    assert damaged(store, dtype="float64") == "ValueError: `dtype` is 'float64', not uint8, uint16 or uint32"
-    assert damaged(store, splits={"train": {"n_tokens": -1}}).startswith("ValueError: `n_tokens` is -1")
-    assert damaged(store, splits={"train": {}}) == "KeyError: 'n_tokens'"
-    assert damaged(store, splits=None).startswith("TypeError: ")
-    assert damaged(store, corpus=[3]).startswith("TypeError: ")
+    assert damaged(store, n_vocab=True) == "`n_vocab` is True, not a number from 1 to 2147483648"
+    assert damaged(store, start_id=256) == "`start_id` is 256, not a number from 0 to 255"
+    assert damaged(store, dtype="float64") == "`dtype` is 'float64', not uint8, uint16 or uint32"
+    assert damaged(store, splits={"train": {"n_tokens": -1}}).startswith("`n_tokens` is -1")
+    assert damaged(store, splits={"train": {}}) == "has no `n_tokens`"
+    form = "its values have another form than a store's"
+    assert damaged(store, splits=None) == damaged(store, corpus=[3]) == form
+    splits = dataclasses.asdict(store.info)["splits"]
+    del splits["valid"]["files"]["counts"]
+    assert damaged(store, splits=splits) == "`files` are not those of the split"
+    splits["train"]["files"] = {"../../ids": {}}
+    assert damaged(store, splits=splits) == "`files` are not those of the split"
     path = tmp_path / "data" / "store.json"
     for text in ("", "[" * 100_000, "[]", "3", "{", '"x"', "\xff", '{"n_vocab": ' + "9" * 5000 + "}"):
         path.write_text(text)
         with pytest.raises(UserError) as caught:
             read_store_info(tmp_path)
-        assert str(caught.value).startswith(f"{path}: damaged; ")
+        assert re.match(f"{path}: damaged(, not valid JSON; [^A-Z]|; must hold)", str(caught.value))
+        assert str(caught.value).endswith(remedy(tmp_path))
     path.unlink()
     with pytest.raises(UserError) as caught:
         open_split(tmp_path, "train")
-    assert str(caught.value) == f"{path}: cannot be read; no such file or directory"
+    assert str(caught.value) == f"{path}: cannot be read; no such file or directory{remedy(tmp_path)}"
 
 
 def test_damaged_ids_are_refused_by_name(tmp_path: Path) -> None:
@@ -1011,7 +1029,7 @@ def test_damaged_ids_are_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(UserError) as caught:
             opener()
         assert str(caught.value) == (
-            f"{path}: damaged; got {len(whole) - 1} bytes, store.json says {len(whole)}"
+            f"{path}: damaged; got {len(whole) - 1} bytes, store.json says {len(whole)}{remedy(tmp_path)}"
         )
         path.write_bytes(whole)
         with opener() as opened:
@@ -1019,7 +1037,7 @@ def test_damaged_ids_are_refused_by_name(tmp_path: Path) -> None:
             with pytest.raises(UserError, match=r": damaged; it ends before token"):
                 opened.read(0, 20)
         path.unlink()
-        with pytest.raises(UserError, match=r": cannot be read; no such file or directory$"):
+        with pytest.raises(UserError, match=r": cannot be read; no such file or directory; put it back, or"):
             opener()
     with pytest.raises(UserError, match=r"train\.counts: the train split is stored without counts$"):
         open_counts(tmp_path, "train")
@@ -1028,7 +1046,8 @@ def test_damaged_ids_are_refused_by_name(tmp_path: Path) -> None:
 def test_an_id_beyond_the_vocabulary_is_damage(tmp_path: Path) -> None:
     with store_ids(tmp_path, [1, 2, 300], n_vocab=300) as store, pytest.raises(UserError) as caught:
         Batches(store, 1, 2).segment(0)
-    assert str(caught.value) == f"{store.path}: damaged; got id 300 in a vocabulary of 300"
+    fault = str(caught.value).partition("; put it back")[0]
+    assert fault == f"{store.path}: damaged; got id 300 in a vocabulary of 300"
 
 
 def test_what_is_read_may_be_written_to(tmp_path: Path) -> None:

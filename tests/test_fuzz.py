@@ -30,6 +30,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.fuzzing import Findings, Reader, files_below, fuzz, read, restore
+from tests.stores import seal_store, unseal_store
 from tests.test_convert import BASE, N_VOCAB, WORDS, draw, naming_of, settle, state_of, write_huggingface
 from tests.test_train import TINY, write_corpus
 from txlcli import UserError
@@ -44,6 +45,7 @@ from txlcli.convert.weights import match
 from txlcli.data import (
     Batches,
     Look,
+    check_store,
     find_survey,
     open_counts,
     open_split,
@@ -107,6 +109,8 @@ def read_tokenizer(folder: Path) -> None:
 
 def read_store(folder: Path) -> None:
     info = read_store_info(folder)
+    for _ in check_store(folder, info, ["train", "valid", "test"]):
+        pass
     for split in info.splits:
         with open_split(folder, split) as store:
             if store.n_tokens >= 2:
@@ -138,7 +142,8 @@ def read_small_files(folder: Path) -> None:
 
 
 def seal(folder: Path) -> None:
-    """Give a checkpoint the checksums of its files, as a stranger can."""
+    """Give a store and a checkpoint the checksums of their files, as a stranger can."""
+    seal_store(folder)
     path = folder / STEP / "state.json"
     files = {name: (folder / STEP / name).read_bytes() for name in ("model.safetensors", "state.safetensors")}
     with suppress(ValueError, RecursionError, UserError):
@@ -155,8 +160,8 @@ def seal(folder: Path) -> None:
 
 
 def mostly_seal(folder: Path) -> None:
-    """Seal a checkpoint but for one time in eight, which depends on its files alone."""
-    if sum(path.stat().st_size for path in (folder / STEP).iterdir()) % 8:
+    """Seal but for one time in eight, which depends on the files alone."""
+    if sum(path.stat().st_size for place in ("data", STEP) for path in (folder / place).iterdir()) % 8:
         seal(folder)
 
 
@@ -253,14 +258,20 @@ def make_tokenizers(trained: Path) -> tuple[Path, Reader]:
 
 def make_store(trained: Path) -> tuple[Path, Reader]:
     names = ("store.json", "store.json", "store.json", "train.ids", "valid.counts", "valid.left_out")
-    return copied(trained, "run"), Reader({f"data/{name}": () for name in names}, read_store)
+    folder = copied(trained, "run")
+    sound = (folder / "data/store.json").read_bytes()
+    unseal_store(folder)
+    older = (folder / "data/store.json").read_bytes()
+    (folder / "data/store.json").write_bytes(sound)
+    files = {f"data/{name}": (older,) if name == "store.json" else () for name in names}
+    return folder, Reader(files, read_store, prepare=mostly_seal)
 
 
 def make_sibling(trained: Path) -> tuple[Path, Reader]:
     global SOUND_STORE
     folder = copied(trained, "run")
     SOUND_STORE = (folder / "data/store.json").read_text()
-    return folder, Reader({"data/store.json": ()}, read_sibling)
+    return folder, Reader({"data/store.json": ()}, read_sibling, prepare=mostly_seal)
 
 
 def make_small_files(trained: Path) -> tuple[Path, Reader]:

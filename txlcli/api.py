@@ -28,6 +28,7 @@ from txlcli.data import (
     Progress,
     Split,
     TokenStore,
+    check_store,
     encode_text,
     open_counts,
     open_split,
@@ -205,11 +206,13 @@ class LanguageModel:
         """Score a held-out part that the run keeps, `valid` or `test`; the parameters are those of `score`.
 
         Raises:
-            UserError: the run holds no such part.
+            UserError: the run holds no such part, or it is damaged.
         """
         lengths = self._lengths(mem_len, tgt_len, clamp_len, same_length)
         folder = self.run.folder
         with open_split(folder, split) as store, open_counts(folder, split) as counts:
+            for _ in check_store(folder, read_store_info(folder), [split]):
+                pass  # progress, which nobody watches here
             return self._score(store, counts, lengths, batch_size, str(store.path))
 
     def _score(

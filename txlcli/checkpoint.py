@@ -35,7 +35,6 @@ Names, shapes and types must match exactly. A setting that a file does not name 
 written before there was this setting.
 """
 
-import hashlib
 import json
 import os
 import time
@@ -52,6 +51,7 @@ from torch import Tensor, nn
 
 from txlcli import UserError
 from txlcli.adaptive import Clusters
+from txlcli.checksums import check_written, checksum
 from txlcli.config import (
     Config,
     ModelConfig,
@@ -91,7 +91,6 @@ _STATE_VALUES = "state.json"
 _METADATA_KEY = "txl"
 _HEADER_LIMIT_BYTES = 16 << 20
 _VALUES_LIMIT_BYTES = 1 << 20
-_HASHED_BYTES = 1 << 20
 _READS = 5
 """Times that a reader begins again because a training replaced or deleted what it was reading."""
 _READ_PAUSE_S = 0.01
@@ -192,7 +191,7 @@ def _writing(
 
 
 def _checksum(values: Mapping[str, object]) -> str:
-    return hashlib.sha256(dump_json(values)).hexdigest()
+    return checksum(dump_json(values))
 
 
 def _write_tensors(
@@ -207,7 +206,7 @@ def _write_tensors(
     data = save(plain, metadata)
     with path.open("xb") as file:
         file.write(data)
-    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    return {"bytes": len(data), "sha256": checksum(data)}
 
 
 # Finding one that is whole
@@ -310,22 +309,8 @@ def _check_written(path: Path, written: object) -> None:
     """Hold a file against its size and checksum."""
     if not isinstance(written, dict):
         raise UserError(f"{path}: damaged; {_STATE_VALUES} has no checksum of it; {_REMEDY}")
-    fd = open_regular(path)
-    try:
-        with open(fd, "rb", buffering=0) as file:  # noqa: PTH123
-            size = os.fstat(fd).st_size
-            if size != written.get("bytes"):
-                raise UserError(
-                    f"{path}: damaged; got {size:,} bytes, it was written with {written.get('bytes')!s:.20}; "
-                    f"{_REMEDY}"
-                )
-            digest, block = hashlib.sha256(), memoryview(bytearray(_HASHED_BYTES))
-            while n_bytes := file.readinto(block):
-                digest.update(block[:n_bytes])
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read; {describe_error(error)}") from error
-    if digest.hexdigest() != written.get("sha256"):
-        raise UserError(f"{path}: damaged; its bytes are not those that were written; {_REMEDY}")
+    for _ in check_written(path, written.get("bytes"), written.get("sha256"), _REMEDY):
+        pass  # quick enough for nobody to watch
 
 
 def _read_sealed(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:

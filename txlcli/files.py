@@ -287,6 +287,17 @@ def load_json(data: bytes, most_values: int) -> Any:
     return json.loads(data.decode("utf-8-sig"))
 
 
+def json_fault(error: ValueError | RecursionError) -> str:
+    """Say in plain words why Python's reader of JSON refused a text."""
+    if isinstance(error, RecursionError):
+        return "nested too deep"
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 at byte {error.start:,}"
+    if "integer string conversion" in str(error):
+        return "a whole number of more than 4,300 digits"
+    return str(error).lower()
+
+
 def open_regular(path: Path) -> int:
     """Open a regular file to read and return its descriptor, which the caller closes.
 

@@ -22,8 +22,7 @@ from typing import Any
 
 from txlcli import UserError
 from txlcli.convert.pickles import Foreign, read_pickled
-from txlcli.files import load_json, read_bounded
-from txlcli.run import json_fault
+from txlcli.files import json_fault, load_json, read_bounded
 from txlcli.tokenizer import MAX_VOCAB, CorpusWordTokenizer, TableTokenizer, Tokenizer
 
 EOS, SENTENCE = "<eos>", "<S>"

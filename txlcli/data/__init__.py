@@ -15,7 +15,16 @@ The folder `data/` of a run is written whole or not at all and holds, for each s
   were left out right before, two little-endian unsigned integers of 8 bytes: the token's position, and the
   bytes of the file left out since the split began. Both ascend.
 * `store.json`: one JSON object with the fields of `StoreInfo`: the sizes and types of these files and
-  where the text came from. `n_characters` and `n_words` are null where they are not known.
+  where the text came from. `n_characters` and `n_words` are null where they are not known. Of each split,
+  `files` holds the size and sha256 of its files as they were written, by the ends of their names, and
+  `checksum` is the sha256 of `store.json` as it would be without that key, in Python's ASCII JSON with sorted
+  keys, an indent of 1 and a newline at the end,
+
+      {"checksum": "5e8c...", "splits": {"train": {"files": {"ids": {"n_bytes": 9, "sha256": "03ab..."}}, ...
+
+  so damage of a disk or of a copy is noticed: before a run is resumed, before another run takes its store,
+  before a split is scored. A store that has neither was written by an older version: of its files no more is
+  known than their sizes.
 
 None of these files is changed once it is there, so runs of the same text may share them by hard links.
 
@@ -25,6 +34,8 @@ the next one in the file is counted with it: its bytes, its characters, no word.
 
 from typing import TYPE_CHECKING, Any
 
+from txlcli.data.damage import check_store
+from txlcli.data.info import SourceInfo, Split, SplitInfo, StoreInfo, TextInfo, read_store_info
 from txlcli.data.origin import Look, Origin, hash_rules, reading_rules
 from txlcli.data.prepare import Prepared, encode_text, prepare
 from txlcli.data.reuse import (
@@ -38,18 +49,7 @@ from txlcli.data.reuse import (
     trusted_hash,
     with_rules,
 )
-from txlcli.data.store import (
-    Counts,
-    SourceInfo,
-    Split,
-    SplitInfo,
-    StoreInfo,
-    TextInfo,
-    TokenStore,
-    open_counts,
-    open_split,
-    read_store_info,
-)
+from txlcli.data.store import Counts, TokenStore, open_counts, open_split
 from txlcli.sources import Progress
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ __all__ = [
     "Taken",
     "TextInfo",
     "TokenStore",
+    "check_store",
     "encode_text",
     "find_store",
     "find_survey",

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from txlcli import UserError, __version__, files
-from txlcli.data.store import SPLITS, SourceInfo, Split, TextInfo
+from txlcli.data.info import SPLITS, SourceInfo, Split, TextInfo
 from txlcli.sources import Corpus
 
 # What a clock of a file system may be behind: 2 s on FAT.

@@ -21,8 +21,9 @@ from txlcli.data.encoding import (
     encode,
     whole_units,
 )
+from txlcli.data.info import Split, SplitInfo, StoreInfo, write_store_info
 from txlcli.data.origin import Hashing, Origin
-from txlcli.data.store import Split, SplitInfo, StoreInfo, smallest_dtype, write_store_info
+from txlcli.data.store import smallest_dtype
 from txlcli.data.workers import Workers, worker_count
 from txlcli.data.writing import SplitWriter
 from txlcli.sources import (

@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from txlcli import UserError, files
-from txlcli.data.origin import Look, Origin
-from txlcli.data.store import (
+from txlcli.data.damage import check_store
+from txlcli.data.info import (
     SPLITS,
     StoreInfo,
-    open_counts,
-    open_split,
     read_store_info,
+    remedy_for,
     text_name,
     write_store_info,
 )
+from txlcli.data.origin import Look, Origin
+from txlcli.data.store import open_counts, open_split
 from txlcli.sources import Progress, Survey
 from txlcli.tokenizer import Tokenizer, load_tokenizer
 
@@ -150,15 +151,11 @@ def take_store(known: StoredRun, origin: Origin, run_dir: Path) -> Iterator[Prog
     Raises:
         UserError: the other's are damaged, or the disk is too small.
     """
-    data, names, is_linked = known.run_dir / "data", [], True
-    for split in SPLITS:
-        if split in known.info.splits:
-            # Opening compares their sizes with what the store says.
-            open_split(known.run_dir, split).close()
-            names.append(f"{split}.ids")
-            if known.info.splits[split].counts_dtype is not None:
-                open_counts(known.run_dir, split).close()
-                names += [name for name in (f"{split}.counts", f"{split}.left_out") if (data / name).exists()]
+    data, is_linked = known.run_dir / "data", True
+    try:
+        names = yield from _check(known)
+    except UserError as error:  # the text is prepared anew, so there is nothing to be done about it
+        raise UserError(str(error).removesuffix(f"; {remedy_for(data / 'store.json')}")) from error
     tokenizer = load_tokenizer(known.run_dir)
     if tokenizer.fingerprint() != known.info.tokenizer:
         raise UserError(f"{data}: encoded with another tokenizer than the one beside it")
@@ -169,6 +166,26 @@ def take_store(known: StoredRun, origin: Origin, run_dir: Path) -> Iterator[Prog
             is_linked &= yield from _take(data / name, folder / name)
         write_store_info(folder, info)
     yield Taken(info, tokenizer, is_linked)
+
+
+def _check(known: StoredRun) -> Generator[Progress, None, list[str]]:
+    """Return the names of a store's files, which are as they were written.
+
+    Raises:
+        UserError: one is not.
+    """
+    names = []
+    for split in SPLITS:
+        if split in known.info.splits:
+            # Opening compares their sizes with what the store says.
+            open_split(known.run_dir, split).close()
+            names.append(f"{split}.ids")
+            if known.info.splits[split].counts_dtype is not None:
+                with open_counts(known.run_dir, split) as counts:
+                    names.append(counts.path.name)
+                    names += [] if counts.left_out is None else [counts.left_out.name]
+    yield from check_store(known.run_dir, known.info, SPLITS)
+    return names
 
 
 def _take(source: Path, target: Path) -> Generator[Progress, None, bool]:

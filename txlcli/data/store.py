@@ -1,94 +1,18 @@
-"""The ids of a run on disk: their form, and reading them by offset."""
+"""The ids of a run on disk, read by offset."""
 
-import dataclasses
 import functools
-import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from txlcli import UserError, files
+from txlcli.data.info import Split, SplitInfo, StoreInfo, read_store_info, remedy_for, telling_remedy
 
-Split: TypeAlias = Literal["train", "valid", "test"]
 Ids: TypeAlias = npt.NDArray[np.int64]
-
-SPLITS: tuple[Split, ...] = ("train", "valid", "test")
-
-LARGEST_STORE_JSON = 1 << 26
-
-_MOST_VALUES = 1 << 22
-_LATEST_NS = 1 << 63
-
-
-@dataclass(frozen=True, kw_only=True)
-class SplitInfo:
-    """What one split holds; `n_bytes` in the source's own encoding, None: unknown."""
-
-    n_tokens: int
-    n_bytes: int
-    n_characters: int | None
-    n_words: int | None
-    n_unknown: int
-    counts_dtype: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceInfo:
-    """One file that the text came from, as it was then; the path as the user gave it.
-
-    `n_bytes` is its size on the disk. `inode` and `ctime_ns` are None where they prove nothing: in stores
-    that were written without them, and where the file had changed only just before it was read, so that the
-    clock of the file system may not tell a further change from that one.
-    """
-
-    path: str
-    n_bytes: int
-    mtime_ns: int
-    inode: int | None = None
-    ctime_ns: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextInfo:
-    """The files of one text, and the sha256 of their bytes end to end; None: they changed meanwhile."""
-
-    sources: tuple[SourceInfo, ...]
-    sha256: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoreInfo:
-    """The contents of `store.json`.
-
-    `start_id` is what an empty prompt starts from: the end of a document, the newline, or the most frequent
-    token of the training text. `tokenizer` is the fingerprint of the one that made the ids. `split_at` is the
-    byte of the corpus at which the held-out text begins, `sha256` that of the whole corpus; None: its files
-    changed meanwhile.
-
-    The rest lets another run take this store as its own (see `reuse`): `rules` is the hash of all settings
-    that shape tokenizer and ids, empty where nobody may take it; `others` the texts of other files, by split;
-    `survey` what one pass over the corpus found; `notices` what a user was told about the text.
-    """
-
-    n_vocab: int
-    dtype: str
-    start_id: int
-    tokenizer: str
-    encoding: str
-    corpus: tuple[SourceInfo, ...]
-    sha256: str | None
-    split_at: int
-    splits: Mapping[str, SplitInfo]
-    rules: str = ""
-    others: Mapping[str, TextInfo] = field(default_factory=dict)
-    survey: Mapping[str, Any] | None = None  # Any: JSON's values, checked by whoever takes them
-    notices: tuple[str, ...] = ()
 
 
 class TokenStore:
@@ -114,7 +38,8 @@ class TokenStore:
         ids = _read_items(self._fd, self.path, self._dtype, start, stop, self.n_tokens)
         if ids.size and int(ids.max()) >= self.n_vocab:
             raise UserError(
-                f"{self.path}: damaged; got id {int(ids.max())} in a vocabulary of {self.n_vocab}"
+                f"{self.path}: damaged; got id {int(ids.max())} in a vocabulary of {self.n_vocab}; "
+                f"{remedy_for(self.path)}"
             )
         return ids
 
@@ -146,7 +71,7 @@ class Counts:
         self.path = path
         self.n_tokens = n_tokens
         self.is_text = is_text
-        self._left_out = left_out
+        self.left_out = left_out
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._fd = _open_sized(path, 3 * n_tokens * self._dtype.itemsize)
 
@@ -167,12 +92,15 @@ class Counts:
     @functools.cached_property
     def _gaps(self) -> tuple[Ids, Ids]:
         """Positions after a gap, and what was left out up to each after none: [n], [n + 1]."""
-        if self._left_out is None:
+        if self.left_out is None:
             return np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64)
-        size = self._left_out.stat().st_size
+        size = self.left_out.stat().st_size
         if size % 16 or size > 16 * self.n_tokens:
-            raise UserError(f"{self._left_out}: damaged; got {size:,} bytes for {self.n_tokens:,} tokens")
-        data = files.read_bounded(self._left_out, size)
+            raise UserError(
+                f"{self.left_out}: damaged; got {size:,} bytes for {self.n_tokens:,} tokens; "
+                f"{remedy_for(self.left_out)}"
+            )
+        data = files.read_bounded(self.left_out, size)
         positions, n_bytes = np.frombuffer(data, dtype="<u8").astype(np.int64).reshape(-1, 2).T
         return positions, np.append(0, n_bytes)
 
@@ -192,11 +120,12 @@ class Counts:
 
 
 def _open_sized(path: Path, n_bytes: int) -> int:
-    fd = files.open_regular(path)
-    size = os.fstat(fd).st_size
-    if size != n_bytes:
-        os.close(fd)
-        raise UserError(f"{path}: damaged; got {size:,} bytes, store.json says {n_bytes:,}")
+    with telling_remedy(path):
+        fd = files.open_regular(path)
+        size = os.fstat(fd).st_size
+        if size != n_bytes:
+            os.close(fd)
+            raise UserError(f"{path}: damaged; got {size:,} bytes, store.json says {n_bytes:,}")
     return fd
 
 
@@ -210,33 +139,11 @@ def _read_items(
     except OSError as error:
         raise UserError(f"{path}: cannot be read; {files.describe_error(error)}") from error
     if len(data) != n_bytes:
-        raise UserError(f"{path}: damaged; it ends before token {stop:,}, it was cut since it was opened")
+        raise UserError(
+            f"{path}: damaged; it ends before token {stop:,}, it was cut since it was opened; "
+            f"{remedy_for(path)}"
+        )
     return np.frombuffer(data, dtype)
-
-
-def read_store_info(run_dir: Path) -> StoreInfo:
-    """Read what the store of a run holds.
-
-    Raises:
-        UserError: there is no store, or `store.json` is damaged; the message names it.
-    """
-    path = run_dir / "data" / "store.json"
-    try:
-        return _parse_store_info(files.load_json(files.read_bounded(path, LARGEST_STORE_JSON), _MOST_VALUES))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path}: damaged; {type(error).__name__}: {error}") from error
-
-
-def write_store_info(folder: Path, info: StoreInfo) -> None:
-    """Write `store.json` into the folder of the store."""
-    text = json.dumps(dataclasses.asdict(info), indent=1, sort_keys=True)
-    (folder / "store.json").write_text(text + "\n", encoding="utf-8")
-
-
-def text_name(sources: Sequence[SourceInfo]) -> str:
-    """Return what messages called a text: its first file, and how many more there are."""
-    more = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
-    return "".join(source.path for source in sources[:1]) + more
 
 
 def open_split(run_dir: Path, split: Split) -> TokenStore:
@@ -270,7 +177,7 @@ def open_counts(run_dir: Path, split: Split) -> Counts:
         dtype=part.counts_dtype,
         n_tokens=part.n_tokens,
         is_text=part.n_characters is not None,
-        left_out=left_out if left_out.exists() else None,
+        left_out=left_out if ("left_out" in part.files if part.files else left_out.exists()) else None,
     )
 
 
@@ -279,90 +186,6 @@ def _split_info(run_dir: Path, info: StoreInfo, split: Split) -> SplitInfo:
         held = ", ".join(info.splits)
         raise UserError(f"{run_dir}: holds no {split} text; it has: {held}; score a file: txl eval FILE")
     return info.splits[split]
-
-
-def _parse_store_info(data: Any) -> StoreInfo:  # Any: JSON of unknown shape, checked field by field
-    """Check every field's type and bound; the errors that this raises name the field."""
-    n_vocab = _integer(data, "n_vocab", 1, 1 << 31)
-    splits: dict[str, SplitInfo] = {}
-    for name in SPLITS:
-        if name in data["splits"]:
-            part = data["splits"][name]
-            splits[name] = SplitInfo(
-                n_tokens=_integer(part, "n_tokens"),
-                n_bytes=_integer(part, "n_bytes"),
-                n_characters=_integer_or_none(part, "n_characters"),
-                n_words=_integer_or_none(part, "n_words"),
-                n_unknown=_integer(part, "n_unknown"),
-                counts_dtype=None if part["counts_dtype"] is None else _dtype(part, "counts_dtype"),
-            )
-    others = {
-        split: TextInfo(sources=_sources(one["sources"]), sha256=_text_or_none(one, "sha256"))
-        for split, one in data.get("others", {}).items()
-    }
-    survey = data.get("survey")
-    if not isinstance(survey, dict | None):
-        raise ValueError("`survey` is no object")
-    return StoreInfo(
-        n_vocab=n_vocab,
-        dtype=_dtype(data, "dtype"),
-        start_id=_integer(data, "start_id", 0, n_vocab - 1),
-        tokenizer=_text(data, "tokenizer"),
-        encoding=_text(data, "encoding"),
-        corpus=_sources(data["corpus"]),
-        sha256=_text_or_none(data, "sha256"),
-        split_at=_integer(data, "split_at"),
-        splits=splits,
-        rules=_text({"rules": "", **data}, "rules"),
-        others=others,
-        survey=survey,
-        notices=tuple(_text({"notices": text}, "notices") for text in data.get("notices", ())),
-    )
-
-
-def _sources(data: Any) -> tuple[SourceInfo, ...]:
-    return tuple(
-        SourceInfo(
-            path=_text(one, "path"),
-            n_bytes=_integer(one, "n_bytes"),
-            mtime_ns=_integer(one, "mtime_ns", -_LATEST_NS, _LATEST_NS),
-            # A store of before has neither.
-            inode=_integer_or_none({"inode": None, **one}, "inode", 1 << 64),
-            ctime_ns=None
-            if one.get("ctime_ns") is None
-            else _integer(one, "ctime_ns", -_LATEST_NS, _LATEST_NS),
-        )
-        for one in data
-    )
-
-
-def _integer(data: Any, key: str, least: int = 0, most: int = 1 << 60) -> int:
-    value = data[key]
-    if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"`{key}` is {value!r:.40}, not a number from {least} to {most}")
-    return value
-
-
-def _integer_or_none(data: Any, key: str, most: int = 1 << 60) -> int | None:
-    return None if data[key] is None else _integer(data, key, most=most)
-
-
-def _text(data: Any, key: str) -> str:
-    value = data[key]
-    if not isinstance(value, str):
-        raise ValueError(f"`{key}` is {value!r:.40}, not a text")
-    return value
-
-
-def _text_or_none(data: Any, key: str) -> str | None:
-    return None if data[key] is None else _text(data, key)
-
-
-def _dtype(data: Any, key: str) -> str:
-    value = _text(data, key)
-    if value not in ("uint8", "uint16", "uint32"):
-        raise ValueError(f"`{key}` is {value!r:.40}, not uint8, uint16 or uint32")
-    return value
 
 
 def smallest_dtype(largest: int) -> str:

@@ -1,5 +1,6 @@
 """The files of a split, as its pieces come in."""
 
+import hashlib
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -7,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from txlcli.data.encoding import Encoded
-from txlcli.data.store import SplitInfo
+from txlcli.data.info import FileInfo, SplitInfo
 
 BLOCK_ITEMS = 1 << 20
 
@@ -24,7 +25,7 @@ class SplitWriter:
         self._n_words: int | None = 0 if is_counted else None
         self._counts: _CountsFile | None = None
         self._gaps: _GapsFile | None = None
-        self._ids: BinaryIO = (folder / f"{split}.ids").open("xb")
+        self._ids = _HashedFile((folder / f"{split}.ids").open("xb"))
         try:
             if is_counted:
                 self._counts = _CountsFile(folder / f"{split}.counts")
@@ -59,17 +60,44 @@ class SplitWriter:
             n_words=self._n_words,
             n_unknown=self.n_unknown,
             counts_dtype=None if self._counts is None else self._counts.dtype.name,
+            files={name: file.info() for name, file in self._files().items()},
         )
 
     def close(self) -> None:
         """Let the files go."""
-        for file in (self._ids, self._counts, self._gaps):
-            if file is not None:
-                file.close()
+        for file in self._files().values():
+            file.close()
+
+    def _files(self) -> "dict[str, _HashedFile | _CountsFile | _GapsFile]":
+        """Return its files by the ends of their names."""
+        files = {"ids": self._ids, "counts": self._counts, "left_out": self._gaps}
+        return {name: file for name, file in files.items() if file is not None}
 
 
 def _plus(total: int | None, more: int | None) -> int | None:
     return None if total is None or more is None else total + more
+
+
+class _HashedFile:
+    """A file that is hashed as it is written from its start to its end."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self._digest, self._n_bytes = hashlib.sha256(), 0
+
+    def write(self, data: bytes) -> None:
+        """Write some bytes more."""
+        self.file.write(data)
+        self._digest.update(data)
+        self._n_bytes += len(data)
+
+    def info(self) -> FileInfo:
+        """Say what it is."""
+        return FileInfo(self._n_bytes, self._digest.hexdigest())
+
+    def close(self) -> None:
+        """Let the file go."""
+        self.file.close()
 
 
 class _CountsFile:
@@ -78,7 +106,7 @@ class _CountsFile:
     def __init__(self, path: Path) -> None:
         self.dtype: np.dtype[Any] = np.dtype("<u1")
         self._path = path
-        self._file: BinaryIO = path.open("x+b")
+        self._file = _HashedFile(path.open("x+b"))
 
     def add(self, counts: npt.NDArray[Any]) -> None:
         """Write the counts of some tokens: [n, 3]."""
@@ -88,12 +116,18 @@ class _CountsFile:
 
     def keep_bytes_alone(self) -> None:
         """Set all but the source bytes to zero."""
-        self._file.seek(0)
-        while block := self._file.read(3 * BLOCK_ITEMS * self.dtype.itemsize):
+        file = self._file.file
+        self._file = _HashedFile(file)
+        file.seek(0)
+        while block := file.read(3 * BLOCK_ITEMS * self.dtype.itemsize):
             counts = np.frombuffer(block, dtype=self.dtype).reshape(-1, 3).copy()
             counts[:, 1:] = 0
-            self._file.seek(-len(block), 1)
+            file.seek(-len(block), 1)
             self._file.write(counts.tobytes())
+
+    def info(self) -> FileInfo:
+        """Say what it is."""
+        return self._file.info()
 
     def close(self) -> None:
         """Let the file go."""
@@ -101,14 +135,16 @@ class _CountsFile:
 
     def _widen(self, dtype: "np.dtype[Any]") -> None:
         wider = self._path.with_suffix(".wider")
-        self._file.seek(0)
+        self._file.file.seek(0)
         with wider.open("xb") as file:
-            while block := self._file.read(BLOCK_ITEMS * self.dtype.itemsize):
-                file.write(np.frombuffer(block, dtype=self.dtype).astype(dtype).tobytes())
+            hashed = _HashedFile(file)
+            while block := self._file.file.read(BLOCK_ITEMS * self.dtype.itemsize):
+                hashed.write(np.frombuffer(block, dtype=self.dtype).astype(dtype).tobytes())
         self._file.close()
         wider.replace(self._path)
-        self._file = self._path.open("r+b")
-        self._file.seek(0, 2)
+        hashed.file = self._path.open("r+b")
+        hashed.file.seek(0, 2)
+        self._file = hashed
         self.dtype = dtype
 
 
@@ -116,7 +152,7 @@ class _GapsFile:
     """Before which tokens bytes were left out, each with how many since the split began."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("xb")
+        self._file = _HashedFile(path.open("xb"))
         self._n_tokens = self._n_bytes = self._n_told = 0
 
     def add(self, encoded: Encoded) -> None:
@@ -128,6 +164,10 @@ class _GapsFile:
             self._n_told = int(gaps[-1, 1])
         self._n_tokens += encoded.n_tokens
         self._n_bytes += encoded.n_left_out
+
+    def info(self) -> FileInfo:
+        """Say what it is."""
+        return self._file.info()
 
     def close(self) -> None:
         """Let the file go."""

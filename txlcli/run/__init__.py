@@ -48,7 +48,7 @@ from txlcli.run.conversion import (
     write_conversion,
 )
 from txlcli.run.folder import RUNS, Run, latest_run, list_runs, open_run, read_asked, write_asked
-from txlcli.run.json_object import dump_json, json_fault, parse_json
+from txlcli.run.json_object import dump_json, parse_json
 from txlcli.run.making import check_writable, discard_run, new_run
 from txlcli.run.metrics import (
     append_metrics,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from txlcli import UserError
+from txlcli.files import json_fault
 
 _MOST_DIGITS = 40
 
@@ -23,17 +24,6 @@ def parse_json(data: bytes | str, place: object) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{place}: damaged; must hold a JSON object, got {type(values).__name__}")
     return values
-
-
-def json_fault(error: ValueError | RecursionError) -> str:
-    """Say in plain words why Python's reader of JSON refused a text."""
-    if isinstance(error, RecursionError):
-        return "nested too deep"
-    if isinstance(error, UnicodeDecodeError):
-        return f"not UTF-8 at byte {error.start:,}"
-    if "integer string conversion" in str(error):
-        return "a whole number of more than 4,300 digits"
-    return str(error).lower()
 
 
 def _whole(digits: str) -> int:

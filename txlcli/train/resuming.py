@@ -22,7 +22,7 @@ from txlcli.config import (
     read_settings,
     value_of,
 )
-from txlcli.data import StoreInfo, steps_per_epoch
+from txlcli.data import StoreInfo, check_store, steps_per_epoch
 from txlcli.device import choose_device, choose_precision
 from txlcli.files import describe_error, write_whole
 from txlcli.plan import MINUTES, Facts, Known, Measured, last_eval_is_whole, minutes_text, steps_within
@@ -62,14 +62,15 @@ def resume(
     Args:
         run: The run.
         changes: What is set anew; only what `may_change` says, and written to the run's config.yaml.
-        should_stop: Asked while steps are measured; once true, the events end without `Ready`.
+        should_stop: Asked while the store is checked and steps are measured; once true, the events end
+            without `Ready`.
 
     Yields:
         Notices about what differs from before, and last `Ready`, or `Finished` where nothing is left to do.
 
     Raises:
         UserError: something else is to be changed, the length is below the saved step, another process
-            trains this run, its checkpoints are gone, or it is damaged or cannot be written to.
+            trains this run, its checkpoints are gone, it or its store is damaged, or it cannot be written to.
     """
     started = time.monotonic()
     for name, sourced in changes.items():
@@ -111,6 +112,10 @@ def _make_ready(
     if newest is not None:
         with remedied(RESTORE_REMEDY):
             check_model(newest, config.model, info.n_vocab)
+    for done in check_store(run.folder, info, ("train", "valid")):
+        yield Progress(done.stage, done.done_bytes, done.total_bytes, "bytes")
+        if should_stop():
+            return
     yield from _corpus_notices(info, should_stop)
 
     old_steps, budget = config.train.steps, None

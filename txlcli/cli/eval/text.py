@@ -49,7 +49,7 @@ def open_text(
     """Find the text's tokens: in the run, or by encoding FILE into a temporary folder."""
     import tempfile
 
-    from txlcli.data import Progress, open_counts, open_split, read_store_info
+    from txlcli.data import Progress, check_store, open_counts, open_split, read_store_info
     from txlcli.run import refuse_converted
     from txlcli.sources import Corpus
 
@@ -82,6 +82,9 @@ def open_text(
     store = stack.enter_context(open_split(folder, split))
     counts = stack.enter_context(open_counts(folder, split))
     info = read_store_info(folder)
+    for done in check_store(folder, info, [split]) if request.file is None else ():
+        stages.show(done.stage, done.done_bytes, done.total_bytes, "bytes")
+        interruption.leave()
     return Text(
         name=name,
         store=store,

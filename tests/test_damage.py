@@ -1,0 +1,282 @@
+"""Damage of a run's store: whoever would use the files is told, before anything is made of them."""
+
+import shutil
+import zlib
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+import txlcli
+from tests.stores import unseal_store
+from tests.test_train import TINY, of_kind, write_corpus
+from txlcli import UserError, checksums
+from txlcli.cli import main
+from txlcli.cli.signals import Interruption
+from txlcli.config import from_flags
+from txlcli.data import damage, read_store_info
+from txlcli.report import Stages
+from txlcli.run import Run
+from txlcli.train import Event, Finished, Notice, Progress, Ready, begin, evaluating, resume, train
+
+FILES = ("train.ids", "valid.ids", "valid.counts", "valid.left_out")
+CHECKING = "checking the ids"
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluating, "SAMPLE_TOKENS", 1)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train a small run whose store has all files that a store can have."""
+    folder = tmp_path_factory.mktemp("damage")
+    torch.set_num_threads(1)
+    settings = from_flags({**flags(write_corpus(folder, 3000)), "test": str(folder / "words.txt")})
+    ready = list(begin(settings, out=folder / "run"))[-1]
+    assert isinstance(ready, Ready)
+    list(train(ready.run, ready.config))
+    return folder / "run"
+
+
+def flags(corpus: Path) -> dict[str, Any]:
+    small = {"n_layer": 1, "d_model": 4, "n_head": 1, "steps": 2, "eval_every": 1}
+    return {**TINY, **small, "corpus": (str(corpus),), "newlines": "drop"}
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Run:
+    shutil.copytree(trained, tmp_path / "runs" / "words")
+    return Run(tmp_path / "runs" / "words")
+
+
+def harm(path: Path, how: str) -> None:
+    """Zero a file, flip one bit of it, or shorten it."""
+    data = bytearray(path.read_bytes())
+    if how == "zeroed":
+        data = bytearray(len(data))
+    elif how == "flipped":
+        data[len(data) // 2] ^= 1
+    else:
+        data = data[:-1]
+    path.write_bytes(data)
+
+
+FAULTS = {
+    "zeroed": "its bytes are not those that were written",
+    "flipped": "its bytes are not those that were written",
+    "shortened": "got ",
+}
+
+
+def remedy(run: Run) -> str:
+    return f"; put it back, or repeat the run from its texts: txl train -c {run.config_path}"
+
+
+def refused(run: Run, what: str) -> str:
+    """Return the one line in which resuming a run, or scoring one of its splits, is refused."""
+
+    def use() -> None:
+        if what == "resume":
+            list(resume(run, from_flags({"steps": 3})))
+        else:
+            txlcli.load(run.folder, device="cpu").score_split(what)  # type: ignore[arg-type]
+
+    with pytest.raises(UserError) as caught:
+        use()
+    text = str(caught.value)
+    assert text.isprintable()
+    assert text.endswith(remedy(run))
+    return text.removesuffix(remedy(run))
+
+
+def command(*args: object, code: int = 0) -> Any:
+    result = CliRunner().invoke(main, [str(arg) for arg in args])
+    assert result.exit_code == code, result.stderr
+    return result
+
+
+def told(events: list[Event]) -> list[str]:
+    return [event.text for event in of_kind(events, Notice)]
+
+
+@pytest.mark.parametrize("how", FAULTS)
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_is_refused_by_whoever_uses_it(run: Run, name: str, how: str) -> None:
+    path = run.data_folder / name
+    before = run.config_path.read_bytes()
+    sound = path.read_bytes()
+    harm(path, how)
+    expected = f"{path}: damaged; {FAULTS[how]}"
+    assert refused(run, "resume").startswith(expected)
+    assert run.config_path.read_bytes() == before
+    if name == "train.ids":
+        txlcli.load(run.folder, device="cpu").score_split("valid")
+    else:
+        assert refused(run, "valid").startswith(expected)
+        result = command("eval", "--run", run.folder, "--split", "valid", "--device", "cpu", code=2)
+        assert result.stderr.endswith(remedy(run) + "\n")
+        assert (result.stdout, result.stderr.count("\n")) == ("", 1)
+    txlcli.load(run.folder, device="cpu").score_split("test")
+    path.write_bytes(sound)  # the first remedy
+    assert isinstance(list(resume(run, from_flags({"steps": 3})))[-1], Ready)
+
+
+@pytest.mark.parametrize("how", FAULTS)
+@pytest.mark.parametrize("name", [*FILES, "test.ids"])
+def test_a_damaged_store_is_not_taken(run: Run, trained: Path, name: str, how: str) -> None:
+    """Not even for a text that it holds: that is prepared anew, and is what it should be."""
+    path = run.data_folder / name
+    harm(path, how)
+    corpus = trained.parent / "words.txt"
+    settings = from_flags({**flags(corpus), "test": str(corpus)})
+    events = list(begin(settings, out=run.folder.parent / "second"))
+    (line,) = [text for text in told(events) if "cannot be taken" in text]
+    start = (
+        f"{run.folder}: has prepared the same text, but it cannot be taken: {path}: damaged; {FAULTS[how]}"
+    )
+    assert line.startswith(start)
+    assert "put it back" not in line
+    for one in (*FILES, "test.ids"):
+        assert (run.folder.parent / "second/data" / one).read_bytes() == (trained / "data" / one).read_bytes()
+
+
+def test_the_remedy_repeats_the_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run.folder.parent.parent)
+    shutil.rmtree(run.data_folder)
+    error = command("train", "--resume", "runs/words", "--steps", 3, code=2).stderr
+    start = "error: runs/words/data/store.json: cannot be read; no such file or directory; put it back, or "
+    assert error == f"{start}repeat the run from its texts: txl train -c runs/words/config.yaml\n"
+    command(*error.rpartition(": txl ")[2].split())
+    first, second = (
+        Path(name, "checkpoints/step-0000002/model.safetensors") for name in ("runs/words", "runs/words-2")
+    )
+    assert first.read_bytes() == second.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["store.json", "train.ids", "valid.ids", "valid.counts", "valid.left_out"])
+def test_a_file_that_is_gone_is_named(run: Run, name: str) -> None:
+    path = run.data_folder / name
+    path.unlink()
+    expected = f"{path}: cannot be read; no such file or directory"
+    assert refused(run, "resume") == expected
+    if name != "train.ids":
+        assert refused(run, "valid") == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (b"", "damaged, not valid JSON; expecting value: line 1 column 1 (char 0)"),
+        (b"{", "damaged, not valid JSON; "),
+        (b"\0" * 500, "damaged, not valid JSON; "),
+        (b"\xff", "damaged, not valid JSON; not UTF-8 at byte 0"),
+        (b"[]", "damaged; must hold a JSON object, got list"),
+        (b"{}", "damaged; has no `splits`"),
+    ],
+)
+def test_a_damaged_description_is_refused_in_plain_words(run: Run, content: bytes, fault: str) -> None:
+    path = run.data_folder / "store.json"
+    path.write_bytes(content)
+    for what in ("resume", "valid"):
+        text = refused(run, what)
+        assert text.startswith(f"{path}: {fault}")
+        assert "Error" not in text
+
+
+def test_no_bit_of_a_description_can_flip_unnoticed(run: Run) -> None:
+    path = run.data_folder / "store.json"
+    sound, info = path.read_bytes(), read_store_info(run.folder)
+    for at in range(0, len(sound), 29):
+        data = bytearray(sound)
+        data[at] ^= 1 << zlib.crc32(bytes([at % 256, at // 256])) % 8
+        path.write_bytes(data)
+        with pytest.raises(UserError, match=r"store\.json: damaged[;,] .*; put it back, or repeat the run"):
+            read_store_info(run.folder)
+    path.write_bytes(sound)
+    assert read_store_info(run.folder) == info
+
+
+def test_a_store_without_checksums_is_read_as_before(run: Run) -> None:
+    unseal_store(run.folder)
+    assert all(part.files == {} for part in read_store_info(run.folder).splits.values())
+    score = txlcli.load(run.folder, device="cpu").score_split("valid")
+    assert score.tokens > 0
+    harm(run.data_folder / "train.ids", "zeroed")  # of which nothing can be known
+    ready = list(resume(run, from_flags({"steps": 3})))[-1]
+    assert isinstance(ready, Ready)
+    assert isinstance(list(train(run, ready.config))[-1], Finished)
+    harm(run.data_folder / "train.ids", "shortened")
+    with pytest.raises(
+        UserError, match=r"train\.ids: damaged; got [\d,]+ bytes, store\.json says .*; put it"
+    ):
+        list(train(run, ready.config))
+
+
+# A large store
+
+
+@pytest.fixture
+def _watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the store of a test be as large as one that takes long to hash."""
+    monkeypatch.setattr(damage, "WATCHED_BYTES", 1)
+    monkeypatch.setattr(checksums, "BLOCK_BYTES", 500)
+
+
+def checks(events: list[Event]) -> list[Progress]:
+    return [event for event in of_kind(events, Progress) if event.stage == CHECKING]
+
+
+@pytest.mark.usefixtures("_watched")
+def test_checking_a_large_store_is_shown(run: Run, trained: Path) -> None:
+    total = sum((run.data_folder / name).stat().st_size for name in FILES)
+    events = list(resume(run, from_flags({"steps": 3})))
+    shown = checks(events)
+    assert len(shown) > 8
+    assert {(event.total, event.unit) for event in shown} == {(total, "bytes")}
+    assert [event.done for event in shown] == sorted({event.done for event in shown})
+    assert shown[-1].done == total
+    assert isinstance(events[-1], Ready)
+    assert CHECKING in command("eval", "--run", run.folder, "--split", "valid", "--device", "cpu").stderr
+    corpus = trained.parent / "words.txt"
+    settings = from_flags({**flags(corpus), "test": str(corpus)})
+    events = list(begin(settings, out=run.folder.parent / "second"))
+    assert any("prepared before" in text for text in told(events))
+    assert len(checks(events)) > 8
+
+
+@pytest.mark.usefixtures("_watched")
+def test_checking_a_large_store_can_be_interrupted(
+    run: Run, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, asked = run.config_path.read_bytes(), count()
+    events = list(resume(run, from_flags({"steps": 3}), should_stop=lambda: next(asked) >= 2))
+    assert [type(event) for event in events] == [Progress] * 3
+    assert run.config_path.read_bytes() == before
+
+    corpus, seen = trained.parent / "words.txt", list[Event]()
+    settings = from_flags({**flags(corpus), "test": str(corpus)})
+    events_of_begin = begin(
+        settings, out=run.folder.parent / "second", should_stop=lambda: len(checks(seen)) >= 2
+    )
+    for event in events_of_begin:
+        seen.append(event)
+    assert len(checks(seen)) == 2
+    assert not (run.folder.parent / "second").exists()
+
+    stages: list[str] = []
+
+    def leave(_: Interruption) -> None:
+        if stages[-1:] == [CHECKING]:
+            raise typer.Exit(130)
+
+    monkeypatch.setattr(Stages, "show", lambda _, stage, *__: stages.append(stage))
+    monkeypatch.setattr(Interruption, "leave", leave)
+    result = command("eval", "--run", run.folder, "--split", "valid", "--device", "cpu", code=130)
+    assert result.stdout == ""
+    assert stages.count(CHECKING) == 1
