@@ -664,6 +664,7 @@ def test_a_damaged_checkpoint_is_told_where_another_is_used_and_refused_where_it
     Path("a/pointers.json").write_text('{"best": 12, "best_nll": 1.0, "last": 12}')
     for flags in ([], ["--checkpoint", "12"]):
         assert refusal("generate", "--run", "a", *flags).startswith(f"{fault}; take another step with ")
+    assert refusal("bench", "--run", "a") == f"{fault}; put it back, or measure another run"
     shutil.copytree("a", "b")
     assert run("train", "--resume", "b", "--quiet").stderr.startswith(used.replace("a/", "b/"))
     resumed = run("train", "--resume", "a")

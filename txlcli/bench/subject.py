@@ -7,7 +7,7 @@ import torch
 
 from txlcli import UserError
 from txlcli.adaptive import Clusters
-from txlcli.checkpoint import find_checkpoint, load_weights
+from txlcli.checkpoint import find_checkpoint, load_weights, remedied
 from txlcli.config import Config, ModelConfig, SettingError, Settings, blame, build, override, read_settings
 from txlcli.model import Lengths, TransformerXL, clusters_of
 from txlcli.run import Run, step_of, vocabulary_size
@@ -68,7 +68,8 @@ def run_subject(run: Run, changes: Settings) -> Subject:
     Raises:
         UserError: the run is damaged, has no checkpoint, or the changes make no sense.
     """
-    path, notice = find_checkpoint(run)
+    with remedied("put it back, or measure another run"):
+        path, notice = find_checkpoint(run)
     settings = read_settings(run.config_path)
     trained, changed = build(settings), build(override(settings, changes))
     return Subject(
