@@ -250,8 +250,8 @@ class Reader:
         has_best = read_pointers(self.run).best is not None
         lm = load(self.run.folder, which, device="cpu", threads=1)
         self.counts["loads"] += 1
-        if lm.notices:
-            raise Wrong(f"{which}: loaded step {lm.step}, but {lm.notices[0]}")
+        if lm.damage is not None or lm.notices:
+            raise Wrong(f"{which}: loaded step {lm.step}, but {lm.damage or lm.notices[0]}")
         self.metrics.read_on()
         if lm.step not in self.metrics.saved:
             raise Wrong(f"{which}: is step {lm.step}, which metrics.jsonl has not saved")

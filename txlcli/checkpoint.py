@@ -42,7 +42,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -381,7 +381,7 @@ def _load_model(run: Run, path: Path, device: str | torch.device, damage: str | 
         config.model.check_vocabulary(tokenizer.n_vocab)
     except SettingError as error:
         raise blame(error, settings) from None
-    with open_tensors(path / _WEIGHTS) as file:
+    with open_tensors(path / _WEIGHTS, framework="numpy") as file:
         described = _read_description(path / _WEIGHTS, file.metadata())
         _check_tokenizer(path, described, tokenizer, run)
         _check_settings(path, described, config.model, [leaf.name for leaf in fields(ModelConfig)])
@@ -400,7 +400,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
     Raises:
         UserError: the file is missing, damaged, no safetensors, or written for another model.
     """
-    with open_tensors(path / _WEIGHTS) as file:
+    with open_tensors(path / _WEIGHTS, framework="numpy") as file:
         _check_tensors(path / _WEIGHTS, file, model.state_dict())
         _copy_tensors(file, model)
 
@@ -443,19 +443,22 @@ def remedied(remedy: str) -> Iterator[None]:
 
 
 @contextmanager
-def open_tensors(path: Path, remedy: str = _REMEDY) -> Iterator[Any]:
+def open_tensors(
+    path: Path, remedy: str = _REMEDY, framework: Literal["pt", "numpy"] = "pt"
+) -> Iterator[Any]:
     """Open a safetensors file whose header fits the file; `Any` because the library has no types.
 
     Args:
         path: The file, also one that txl did not write.
         remedy: What to do where it is damaged.
+        framework: Whose tensors it gives.
 
     Raises:
         UserError: it is missing, damaged or no safetensors; also while it is open.
     """
     _check_header(path, remedy)
     try:
-        opened = safe_open(path, framework="pt", device="cpu")
+        opened = safe_open(path, framework=framework, device="cpu")
     except (OSError, RuntimeError) as error:  # a training has just deleted it, or the disk fails
         reason = describe_error(error) if isinstance(error, OSError) else " ".join(str(error).split())
         raise UserError(f"{path}: cannot be read; {reason}") from error
@@ -510,7 +513,7 @@ def check_model(path: Path, config: ModelConfig, n_vocab: int) -> None:
 
     Settings that leave the weights as they are may differ.
     """
-    with open_tensors(path / _WEIGHTS) as file:
+    with open_tensors(path / _WEIGHTS, framework="numpy") as file:
         described = _read_description(path / _WEIGHTS, file.metadata())
     # Settings first: where they differ it is not the file that is at fault.
     names = [item.name for item in shaping_leaves(config) if item.section == "model"]
@@ -594,9 +597,10 @@ def _check_tensors(path: Path, file: Any, expected: Mapping[str, Tensor]) -> Non
 
 @torch.no_grad()
 def _copy_tensors(file: Any, model: nn.Module) -> None:
-    # Copied, since a tensor of the library may be a view of the mapped file, which pruning deletes.
+    # Copied, since a tensor of the library may be a view of the mapped file, which pruning deletes; in NumPy,
+    # since for each tensor that safetensors 0.8 makes for torch 64 bytes are never given back.
     for name, tensor in model.state_dict().items():
-        tensor.copy_(file.get_tensor(name))
+        tensor.copy_(torch.from_numpy(file.get_tensor(name)))
 
 
 def _model_settings(config: ModelConfig) -> dict[str, Any]:
