@@ -302,7 +302,7 @@ def test_looking_again_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     run, _ = train_run(tmp_path)
     n_times = 0
 
-    def gone(path: Path, *_: Any) -> Any:
+    def gone(path: Path, **_: Any) -> Any:
         nonlocal n_times
         n_times += 1
         (run.checkpoints_folder / f"step-{100 + n_times:07d}").mkdir()
