@@ -92,6 +92,7 @@ def tokenizer_of(kind: str, text: bytes, folder: Path) -> Tokenizer:
     return tokenizer
 
 
+@pytest.mark.usefixtures("_settled")
 @pytest.mark.parametrize("kind", ["word", "sentencepiece"])
 def test_the_store_is_the_same_whatever_the_chunks_and_the_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -381,13 +382,14 @@ def test_a_text_is_known_by_its_content_whatever_its_name(tmp_path: Path, kind: 
         {"newlines": "eos"},
         {"encoding": "latin-1"},
         {"encoding_errors": "replace"},
-        {"corpus": ("words.txt", "words.txt")},
+        {"corpus": ("words.txt", "copy.txt")},
     ],
 )
 def test_other_settings_of_text_and_vocabulary_make_another_store(
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:
-    write_corpus(tmp_path)
+    path = write_corpus(tmp_path)
+    shutil.copy(path, path.with_name("copy.txt"))
     flags: dict[str, Any] = {"tokenizer": "word", "vocab_size": 60, "corpus": ("words.txt",)}
     begun(tmp_path, "first", **flags)
     changed = {**flags, **changes}
