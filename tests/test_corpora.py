@@ -197,7 +197,8 @@ def test_settings_of_a_corpus_are_kept_with_the_run() -> None:
         ("--include *.txt --include", "--include: needs a value"),
         (
             "--text-field text",
-            "text.txt: line 1 is not JSON at column 1; got `the quick brown fox `; expecting value",
+            "text.txt: line 1 is not JSON at column 1 (expecting value); got `the quick brown fox `; "
+            "mend the line",
         ),
     ],
 )
@@ -379,10 +380,11 @@ def test_a_file_that_is_no_json_lines_is_refused_with_the_way_out(lined: Path) -
 
     Path("text.txt").write_text(TEXT)
     assert refusal_of("text.txt", "--run", lined) == (
-        "text.txt: line 1 is not JSON at column 1; got `the quick brown fox `; expecting value; it is read "
-        "as JSON lines because the text of lined was; for plain text give --no-documents"
+        "text.txt: line 1 is not JSON at column 1 (expecting value); got `the quick brown fox `; "
+        "mend the line; it is read as JSON lines because the text of lined was; "
+        "for plain text give --no-documents"
     )
-    assert refusal_of("text.txt", "--run", lined, "--text-field", "a").endswith("; expecting value")
+    assert refusal_of("text.txt", "--run", lined, "--text-field", "a").endswith("; mend the line")
     assert refusal_of("text.txt", "--run", lined, "--text-field", "a", "--no-documents") == (
         "--text-field: cannot go with --no-documents; give one of them"
     )
@@ -475,7 +477,7 @@ def test_from_python_files_have_documents_and_texts_have_none(lined: Path) -> No
     assert {one.tokens for one in scores} == {n_characters + 2}
     assert lm.score("|".join(DOCUMENTS)).tokens == n_characters + 1
     assert lm.score(Path("some.txt"), documents=DocumentRule()).tokens == n_characters + 1
-    with pytest.raises(UserError, match=r"^some.txt: line 1 is not JSON at column 1; .*--no-documents$"):
+    with pytest.raises(UserError, match=r"^some.txt: line 1 is not JSON at column 1 .*--no-documents$"):
         lm.score(Path("some.txt"))
 
 

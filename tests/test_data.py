@@ -966,8 +966,8 @@ def test_every_nth_document_may_be_held_out(tmp_path: Path, monkeypatch: pytest.
     prepared = run_all(prepare(corpus, tokenizer, tmp_path, split_at=corpus.n_bytes))
     assert list(prepared.info.splits) == ["train"]
     assert prepared.notices == (
-        f"{tmp_path}/text.txt: nothing is held out, one document in {corpus.valid_every} would be under two "
-        "tokens; best is last",
+        f"{tmp_path}/text.txt: nothing is held out, what --valid-every {corpus.valid_every} takes would be "
+        "under two tokens; best is last",
     )
 
 

@@ -161,7 +161,7 @@ def test_unknown_encodings_are_refused_with_a_suggestion() -> None:
 
 OTHERWISE = "train with --encoding-errors replace or --tokenizer byte"
 REMEDY = f"name its encoding (is it cp1252? --encoding cp1252), or {OTHERWISE}"
-RENAME = f"name its encoding with --encoding, or {OTHERWISE}"
+RENAME = f"mend these bytes, name another encoding with --encoding, or {OTHERWISE}"
 
 
 @pytest.mark.parametrize(
@@ -414,6 +414,35 @@ def test_what_is_kept_is_said(tmp_path: Path) -> None:
         f"{name}: 3 NUL bytes in the training text are kept as characters",
     )
     assert found.n_replaced == 200
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_bytes_that_are_no_text_in_lines_of_json_are_for_no_tokenizer(tmp_path: Path, raw: bool) -> None:
+    name = write(tmp_path, b'{"text": "caf\xe9"}\n')
+    corpus = find_corpus([name], text_field="text", raw=raw)
+    with pytest.raises(UserError, match=r": not utf-8 at byte 13, .*--encoding-errors replace$"):
+        list(read_text(corpus, 0, corpus.n_bytes))
+
+
+def test_escapes_into_another_alphabet_are_told(tmp_path: Path) -> None:
+    name = write(tmp_path, "吾輩は猫である。\n".encode("iso2022_jp"))
+    assert run_survey(find_corpus([name])).notices == (
+        f"{name}: its escape characters look like iso2022_jp: try --encoding iso2022_jp",
+    )
+    assert run_survey(find_corpus([name], encoding="iso2022_jp")).notices == ()
+    assert run_survey(find_corpus([write(tmp_path, b"\x1b[31mred\x1b[m\n")])).notices == ()
+
+
+def test_an_order_of_bytes_that_nothing_names_is_told(tmp_path: Path) -> None:
+    text = "hello мир\n"
+    name = write(tmp_path, text.encode("utf-16-be"))
+    order = sys.byteorder
+    assert run_survey(find_corpus([name], encoding="utf-16")).notices[-1] == (
+        f"{name}: {order}-endian, as it has no byte-order mark; its bytes may be in the other order"
+    )
+    assert run_survey(find_corpus([name], encoding="utf-16-be")).notices == ()
+    marked = write(tmp_path, text.encode("utf-16"))
+    assert all("endian" not in text for text in run_survey(find_corpus([marked], encoding="utf-16")).notices)
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
@@ -1254,9 +1283,15 @@ OF_LIST, OF_OBJECT = (f"for example jq -c {what} FILE writes such lines" for wha
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
-        ('{"text": "a" "b"}', "is not JSON at column 14; got `\"b\"}`; expecting ',' delimiter"),
-        ('{"text": "a', 'is not JSON at column 10; got `"a`; unterminated string starting at'),
-        ("plain text", "is not JSON at column 1; got `plain text`; expecting value"),
+        (
+            '{"text": "a" "b"}',
+            "is not JSON at column 14 (expecting ',' delimiter); got `\"b\"}`; mend the line",
+        ),
+        (
+            '{"text": "a',
+            'is not JSON at column 10 (unterminated string starting at); got `"a`; mend the line',
+        ),
+        ("plain text", "is not JSON at column 1 (expecting value); got `plain text`; mend the line"),
         ('["a"]', f"is no JSON object; got a list; {EACH_LINE}: {OF_LIST}"),
         ('[{"text": "a"}, {"text": "b"}]', f"is no JSON object; got a list; {EACH_LINE}: {OF_LIST}"),
         ("[", f"is no JSON object; got a list that goes on beyond the line; {EACH_LINE}: {OF_LIST}"),
@@ -1269,7 +1304,7 @@ OF_LIST, OF_OBJECT = (f"for example jq -c {what} FILE writes such lines" for wha
             '{"id": 1, "text":',
             f"is no JSON object; got an object that goes on beyond the line; {EACH_LINE}: {OF_OBJECT}",
         ),
-        ('{"text": "a"},', "is not JSON at column 14; got `,`; extra data"),
+        ('{"text": "a"},', "is not JSON at column 14 (extra data); got `,`; mend the line"),
         ('"a"', "is no JSON object; got a text; each line must be an object with a text in `text`"),
         ("7", "is no JSON object; got a number; each line must be an object with a text in `text`"),
         (

@@ -134,7 +134,7 @@ def prepare(
     if is_short:
         split_at = corpus.n_bytes
         parts = [Part("train", corpus, 0, corpus.n_bytes)]
-        what = "it" if corpus.valid_every is None else f"one document in {corpus.valid_every:,}"
+        what = "it" if corpus.valid_every is None else f"what --valid-every {corpus.valid_every:,} takes"
         notices.append(f"{corpus.name}: nothing is held out, {what} would be under two tokens; best is last")
     elif held_out.start < held_out.stop:
         parts.append(held_out)

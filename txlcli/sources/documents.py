@@ -312,8 +312,8 @@ def _text_of(
         if first in (b"{", b"[") and not line.decode()[error.pos :].strip():
             what = "an object" if first == b"{" else "a list"
             raise refuse(_no_object(f"{what} that goes on beyond the line", field)) from None
-        why = error.msg[:1].lower() + error.msg[1:]
-        raise refuse(f"is not JSON at column {error.colno:,}; got {_shown(line, error.pos)}; {why}") from None
+        why, got = error.msg[:1].lower() + error.msg[1:], _shown(line, error.pos)
+        raise refuse(f"is not JSON at column {error.colno:,} ({why}); got {got}; mend the line") from None
     except RecursionError:
         raise refuse("is not JSON that can be read; it is nested too deeply") from None
     if not isinstance(found, dict):

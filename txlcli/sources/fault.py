@@ -6,7 +6,13 @@ import re
 from txlcli import UserError
 from txlcli.sources.blocks import read_blocks
 from txlcli.sources.corpus import WIDE, Source
-from txlcli.sources.guess import is_mostly_utf8, likely_encoding, marked_encoding, wide_encoding
+from txlcli.sources.guess import (
+    escaped_encoding,
+    is_mostly_utf8,
+    likely_encoding,
+    marked_encoding,
+    wide_encoding,
+)
 
 NO_TEXT = {
     b"\x1f\x8b": "a gzip file: unpack it first",
@@ -59,13 +65,19 @@ def _remedy(source: Source, place: int) -> str:
         return f"it may be {likely}: try --encoding {likely}, or {otherwise}"
     if source.codec == "utf-8":
         return f"name its encoding (is it cp1252? --encoding cp1252), or {otherwise}"
-    return f"name its encoding with --encoding, or {otherwise}"
+    return f"mend these bytes, name another encoding with --encoding, or {otherwise}"
 
 
 def remedy_of_nuls(source: Source) -> str:
     """Word what to do about NUL bytes in a file that was read as text; empty: nothing is known."""
     likely = wide_encoding(_head(source))
     return "" if likely is None else f"; it may be {likely}: try --encoding {likely}"
+
+
+def remedy_of_escapes(source: Source) -> str:
+    """Word what to do about escape characters in a file that was read as text; empty: nothing."""
+    likely = escaped_encoding(_head(source))
+    return "" if likely is None else f"its escape characters look like {likely}: try --encoding {likely}"
 
 
 def _head(source: Source) -> bytes:

@@ -90,6 +90,12 @@ def wide_encoding(head: bytes) -> str | None:
     return None
 
 
+def escaped_encoding(head: bytes) -> str | None:
+    """Name the encoding of seven bits by the escapes that lead into its second alphabet; None: none."""
+    escapes = {b"\x1b$B": "iso2022_jp", b"\x1b$@": "iso2022_jp", b"\x1b$)C": "iso2022_kr"}
+    return next((codec for escape, codec in escapes.items() if escape in head), None)
+
+
 def likely_encoding(head: bytes, window: bytes) -> str | None:
     """Name the encoding that some bytes of a file look like; None: like none that is known.
 

@@ -11,7 +11,7 @@ from txlcli.sources.chunk import Chunk, convert, join_chunks
 from txlcli.sources.corpus import Corpus, Source
 from txlcli.sources.decoding import STATELESS, read_encoded, read_raw, read_utf8
 from txlcli.sources.documents import Part, character_unit, json_texts, mark_documents, select, settle
-from txlcli.sources.fault import line_of
+from txlcli.sources.fault import NotText, line_of
 
 
 def read_text(corpus: Corpus, start: int, stop: int, *, part: Part = "all") -> Iterator[bytes]:
@@ -148,7 +148,13 @@ def _read_files(
             chunks = mark_documents(
                 corpus, source, chunks, lo, hi == source.n_bytes, functools.partial(line_of, source, lo)
             )
-        yield from chunks
+        try:
+            yield from chunks
+        except NotText as error:
+            if corpus.text_field is None:
+                raise
+            # Lines of JSON are text for every tokenizer.
+            raise NotText(str(error).removesuffix(" or --tokenizer byte")) from None
 
 
 def _ranges(corpus: Corpus, start: int, stop: int) -> Iterator[tuple[Source, int, int]]:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from txlcli.sources.chunk import Chunk, code_points
 from txlcli.sources.corpus import Corpus, Progress
 from txlcli.sources.documents import select
-from txlcli.sources.fault import remedy_of_nuls
+from txlcli.sources.fault import remedy_of_escapes, remedy_of_nuls
 from txlcli.sources.read import by_conventions, read_documents
 from txlcli.sources.split import find_split
 
@@ -169,6 +169,13 @@ def _survey_notices(corpus: Corpus, alphabet: Mapping[str, int], whole: _Tally) 
             many, kept = ("", "is kept as a character") if count == 1 else ("s", "are kept as characters")
             remedy = remedy_of_nuls(corpus.sources[0]) if character == "\0" else ""
             notices.append(f"{corpus.name}: {count:,} {name}{many} in the training text {kept}{remedy}")
+    if "\x1b" in alphabet and (remedy := remedy_of_escapes(corpus.sources[0])):
+        notices.append(f"{corpus.name}: {remedy}")
+    for source in corpus.sources:
+        if source.encoding in ("utf-16", "utf-32") and not source.n_mark:
+            told = f"{source.name}: {source.told_codec.removeprefix(source.encoding).strip(' ()')}"
+            notices.append(f"{told}; its bytes may be in the other order")
+            break
     return tuple(notices)
 
 
