@@ -1208,7 +1208,7 @@ def test_words_of_a_corpus_with_newlines_as_eos(text):
     assert result["protocol"]["is_lower_bound"]
     unknown = f"{40 / n_tokens:.2%} of the tokens are unknown words{LOWER_BOUNDS}"
     blanks = f"of the white space only newlines are scored{LOWER_BOUNDS}"
-    assert result["notices"] == [unknown, blanks]
+    assert [one for one in result["notices"] if "lower bounds" in one] == [unknown, blanks]
     Path("known.txt").write_text("the \t quick\r\n")
     result = json.loads(run("eval", "known.txt", "--run", "w", "--json").stdout)
     assert result["protocol"]["is_lower_bound"]
