@@ -92,6 +92,7 @@ def tokenizer_of(kind: str, text: bytes, folder: Path) -> Tokenizer:
     return tokenizer
 
 
+@pytest.mark.usefixtures("_settled")
 @pytest.mark.parametrize("kind", ["word", "sentencepiece"])
 def test_the_store_is_the_same_whatever_the_chunks_and_the_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
