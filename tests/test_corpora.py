@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import txlcli
 from tests.test_sources import count_unpacked
 from txlcli import UserError
 from txlcli.cli import main
@@ -103,6 +104,49 @@ def test_a_dry_run_shows_sources_documents_and_what_is_held_out(books: Path) -> 
     assert facts["skipped"][:2] == ["books/a.txt · held out", "books/b.txt · held out"]
     assert "documents" not in facts
     assert "held out" not in shown(books, "--valid-fraction", 0)
+
+
+def test_text_that_is_named_twice_is_learned_from_once(books: Path) -> None:
+    Path("books/again.md").symlink_to("notes.md")
+    facts = shown("books/a.txt", "books/a.txt", "books", "books/drafts", "--exclude", "*.png")
+    assert facts["skipped"] == [
+        "books/picture.png · excluded",
+        "books/a.txt · read once, named twice",
+        "books/notes.md · read once, named twice",
+        "books/drafts/c.txt · read once, named twice",
+    ]
+    _, stderr = train("books/a.txt", "books/a.txt", "--tokenizer", "char", "--out", "twice")
+    assert "note: books/a.txt: read once, named twice\n" in stderr
+    train("books/a.txt", "--tokenizer", "char", "--out", "once")
+    ids = [(Path(name) / "data" / "valid.ids").read_bytes() for name in ("once", "twice")]
+    assert ids[0] == ids[1]
+    Path("linked").mkdir()
+    for name in ("a.txt", "b.txt"):
+        Path(f"linked/{name}").symlink_to("../books/a.txt")
+    alone, linked = (evaluate(name, "--run", "once")["rows"][0] for name in ("books/a.txt", "linked"))
+    assert (alone["tokens"], alone["total_nll"]) == (linked["tokens"], linked["total_nll"])
+    assert txlcli.load("once").score(Path("linked")).tokens == alone["tokens"]
+    assert refusal("-", "-") == "-: standard input can be named once; got it 2 times; name it once"
+
+
+def test_a_test_text_that_chooses_the_checkpoint_too_is_told(books: Path) -> None:
+    Path("same.txt").hardlink_to("books/b.txt")
+    told = "given as --valid and --test; chooses the checkpoint too, so the score of the test text flatters"
+    for valid, test, names in (
+        ("books/b.txt", "same.txt", "same.txt"),
+        ("books/b.txt", "books", "books/b.txt"),
+        ("books", "books/b.txt", "books/b.txt"),
+    ):
+        result = CliRunner().invoke(
+            main, ["train", "books/a.txt", "--valid", valid, "--test", test, *TINY, "--dry-run"]
+        )
+        assert result.exit_code == 0, result.stderr
+        assert f"note: {names}: {told}\n" in result.stderr
+    _, stderr = train("books/a.txt", "--valid", "books/b.txt", "--test", "books/notes.md", "--out", "r")
+    assert "chooses the checkpoint" not in stderr
+    assert stderr.endswith("\n      txl eval --run r --split test\n")
+    result = CliRunner().invoke(main, ["train", "--resume", "r"])
+    assert result.stderr.endswith("\n      txl eval --run r --split test\n")
 
 
 def test_a_dry_run_lists_some_of_many_files() -> None:

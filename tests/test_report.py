@@ -496,6 +496,8 @@ def test_the_end_names_the_result_and_what_to_try_next():
         "next  txl generate --run 'runs/a b' --prompt 'Once'",
         "      txl eval --run 'runs/a b' --mem-len 0,96,192,384",
     ]
+    text, _ = draw([finished(has_test=True)])
+    assert text.splitlines()[-1] == "      txl eval --run 'runs/a b' --split test"
 
 
 def test_the_end_of_an_interrupted_training_says_how_to_go_on():

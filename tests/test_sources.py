@@ -358,8 +358,8 @@ def test_a_folder_is_walked_in_order_and_says_what_it_skips(tmp_path: Path) -> N
 
 
 def test_files_are_read_end_to_end_in_the_order_given(tmp_path: Path) -> None:
-    names = [write(tmp_path, data, name) for name, data in (("b", b"one"), ("a", b"two"))]
-    corpus = find_corpus([*names, names[0]])
+    names = [write(tmp_path, data, name) for name, data in (("b", b"one"), ("a", b"two"), ("c", b"one"))]
+    corpus = find_corpus(names)
     assert b"".join(read_text(corpus, 0, corpus.n_bytes)) == b"onetwoone"
     assert b"".join(read_text(corpus, 2, 7)) == b"etwoo"
     assert corpus.name == f"{names[0]} and 2 more"
@@ -376,6 +376,9 @@ def test_stdin_is_copied_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert b"".join(read_text(corpus, 0, corpus.n_bytes)) == b"hello"
     with pytest.raises(UserError, match=r"^-: is empty; give a file with some text$"):
         find_corpus(["-"], stdin_copy=tmp_path / "again.txt")
+    again = r"^-: standard input can be named once; got it 2 times; name it once$"
+    with pytest.raises(UserError, match=again):
+        find_corpus(["-", "a.txt", "-"], stdin_copy=tmp_path / "again.txt")
 
 
 def test_nothing_is_written_beside_the_text(tmp_path: Path) -> None:
@@ -632,7 +635,8 @@ def test_a_split_stands_at_a_character_and_is_the_same_for_raw_bytes(
 ) -> None:
     text = data.draw(st.text(st.sampled_from(SAMPLE[encoding]), min_size=1, max_size=30))
     name = write(tmp_path_factory.getbasetemp(), text.encode(encoding), "split.txt")
-    corpus, raw = (find_corpus([name, name], encoding=encoding, raw=raw) for raw in (False, True))
+    other = write(tmp_path_factory.getbasetemp(), text.encode(encoding), "split_too.txt")
+    corpus, raw = (find_corpus([name, other], encoding=encoding, raw=raw) for raw in (False, True))
     wanted = data.draw(st.integers(0, corpus.n_bytes))
     split = find_split(corpus, wanted)
     assert wanted <= split <= corpus.n_bytes
@@ -1073,10 +1077,136 @@ def test_patterns_choose_files_by_their_path_within_the_folder(tmp_path: Path) -
     skipped = dict(find_corpus([str(tmp_path)], include=["b.*"], exclude=["books"]).skipped)
     assert skipped[tmp_path / "books"] == "excluded"
     assert skipped[tmp_path / "a.txt"] == "not included"
-    with pytest.raises(UserError, match=r": no text in this folder; skipped .*a\.txt \(not included\)"):
-        find_corpus([str(tmp_path)], include=["*.rst"])
     # What was named itself is taken.
     assert find_corpus([str(tmp_path / "a.txt")], include=["*.md"]).n_bytes == 6
+
+
+def test_patterns_that_leave_no_text_are_named(tmp_path: Path) -> None:
+    for name in (".hidden", "a.txt", "b.md", "c.png"):
+        write(tmp_path, b"\0" if name == "c.png" else b"text", name)
+    a, b, c, hidden = (f"{tmp_path}/{name}" for name in ("a.txt", "b.md", "c.png", ".hidden"))
+    for include, exclude, flags, got, skipped in (
+        (
+            ["*.nope"],
+            [],
+            "--include leaves",
+            "`*.nope`",
+            f"{a} (not included), {b} (not included), {c} (not in",
+        ),
+        (
+            [],
+            ["*"],
+            "--exclude leaves",
+            "`*`",
+            f"{a} (excluded), {b} (excluded), {c} (excluded) and 1 more; ",
+        ),
+        (
+            ["*.png"],
+            ["b*"],
+            "--include and --exclude leave",
+            "`*.png`, `b*`",
+            f"{a} (not included), {b} (exc",
+        ),
+        (
+            [],
+            ["a*", "b*"],
+            "--exclude leaves",
+            "`a*`, `b*`",
+            f"{a} (excluded), {b} (excluded), {hidden} (hid",
+        ),
+    ):
+        with pytest.raises(UserError) as caught:
+            find_corpus([str(tmp_path)], include=include, exclude=exclude)
+        text = str(caught.value)
+        assert text.startswith(f"{tmp_path}: {flags} no text in this folder; got {got}, skipped {skipped}")
+        assert text.endswith(f" and 1 more; change the pattern{'s' * (len(include + exclude) > 1)}")
+    # Only what is in this folder is told.
+    write(tmp_path, b"\0", "d.png")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(UserError, match=r"other: no text in this folder; it is empty$"):
+        find_corpus([str(tmp_path), f"{tmp_path}/other"])
+
+
+def test_a_folder_that_may_not_be_read_is_refused_or_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, locked = write(tmp_path, b"good", "a.txt"), tmp_path / "locked"
+    (locked / "inner").mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        deny(patch, "scandir", locked)
+        with pytest.raises(UserError) as caught:
+            find_corpus([good, str(locked)])
+        assert str(caught.value) == f"{locked}: cannot be read; permission denied"
+        assert find_corpus([str(tmp_path)]).skipped == ((locked, "permission denied"),)
+    # It may be listed, and nothing in it looked at.
+    for name in ("lstat", "scandir"):
+        deny(monkeypatch, name, locked / "inner")
+    assert find_corpus([str(tmp_path)]).skipped == ((locked / "inner", "permission denied"),)
+
+
+def deny(monkeypatch: pytest.MonkeyPatch, call: str, place: Path) -> None:
+    """Let a call of the system fail at one place as it does without permission."""
+    real = getattr(os, call)
+
+    def refuse(path: Any, *args: Any, **options: Any) -> Any:
+        if str(path) == str(place):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, call, refuse)
+
+
+def test_a_file_is_read_once_however_often_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("f/sub/b.txt", "f/a.txt", "f/sub/.hidden"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(name)
+
+    def check(paths: list[str], files: list[str], twice: list[str], told: str, **rules: Any) -> None:
+        corpus = find_corpus(paths, **rules)
+        assert corpus.files == tuple(map(Path, files))
+        assert [str(path) for path, why in corpus.skipped if why == "read once, named twice"] == twice
+        assert corpus.notices[-1] == f"{told}: read once, named twice"
+
+    check(["f/a.txt", "f/a.txt", "./f/a.txt"], ["f/a.txt"], ["f/a.txt"], "f/a.txt")
+    check(["f/sub/b.txt", "f"], ["f/sub/b.txt", "f/a.txt"], ["f/sub/b.txt"], "f/sub/b.txt")
+    check(["f", "f/sub"], ["f/a.txt", "f/sub/b.txt"], ["f/sub/b.txt"], "f/sub/b.txt")
+    again = "f/sub/../sub/b.txt"
+    check(["f/sub", "f/sub/../sub/"], ["f/sub/b.txt"], [again], again)
+    # What is skipped in both is told once.
+    assert find_corpus(["f", "f/sub"]).skipped == (
+        (Path("f/sub/.hidden"), "hidden"),
+        (Path("f/sub/b.txt"), "read once, named twice"),
+    )
+    alone = find_corpus(["f/a.txt", "f/a.txt"], held_out=[find_corpus(["f/a.txt"])])
+    assert (alone.files, alone.overlapping) == ((Path("f/a.txt"),), ("f/a.txt",))
+    for i in range(4):
+        Path(f"f/link{i}").symlink_to("a.txt")
+    Path("f/z").hardlink_to("f/a.txt")
+    twice = ["f/link0", "f/link1", "f/link2", "f/link3", "f/z"]
+    check(["f"], ["f/a.txt", "f/sub/b.txt"], twice, "f/link0, f/link1, f/link2 and 2 more")
+    # Held out under one name is held out under all.
+    corpus = find_corpus(["f/z", "f"], held_out=[find_corpus(["f/link0"])])
+    assert corpus.files == (Path("f/sub/b.txt"),)
+    assert {why for _, why in corpus.skipped} == {"held out", "hidden"}
+
+
+def test_files_without_numbers_are_told_apart_by_their_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [write(tmp_path, b"text", name) for name in ("a.txt", "b.txt")]
+    real = Path.stat
+
+    def unnumbered(path: Path, **options: Any) -> os.stat_result:
+        status = real(path, **options)
+        return os.stat_result((status.st_mode, 0, *status[2:]))
+
+    monkeypatch.setattr(Path, "stat", unnumbered)
+    corpus = find_corpus([*names, names[0]])
+    assert [str(path) for path in corpus.files] == names
+    assert corpus.notices == (f"{names[0]}: read once, named twice",)
 
 
 def test_held_out_files_are_not_learned_from(tmp_path: Path) -> None:
@@ -1582,10 +1712,11 @@ def test_the_place_of_each_byte_of_a_text_is_known(
 def test_the_place_in_json_lines_is_a_line(tmp_path: Path) -> None:
     lines = [json.dumps({"t": text}) for text in ("ab", "", "cé\n", "d")]
     name = write(tmp_path, "\n".join([lines[0], "", *lines[1:]]).encode())
-    corpus = find_corpus([name, name], text_field="t")
+    other = write(tmp_path, Path(name).read_bytes(), "b.txt")
+    corpus = find_corpus([name, other], text_field="t")
     expected = ["line 1"] * 2 + ["line 4"] * 4 + ["line 5"]
     found = [find_place(corpus, 0, corpus.n_bytes, offset) for offset in range(14)]
-    assert found == [(name, where) for where in expected * 2]
+    assert found == [(one, where) for one in (name, other) for where in expected]
     split = len(lines[0]) + 1
     assert find_place(corpus, split, corpus.n_bytes, 0) == (name, "line 4")
 

@@ -135,7 +135,7 @@ class DataConfig:
         min=2,
         more="Needs documents: text_field, document_separator or document_per_file.",
     )
-    test: str | None = option(None, "text file for a final score, never used in training", metavar="FILE")
+    test: str | None = option(None, "text file kept apart for `txl eval --split test`", metavar="FILE")
     init: str | None = option(None, "run whose weights and tokenizer to start from", metavar="RUN")
 
     def __post_init__(self) -> None:

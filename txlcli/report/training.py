@@ -177,6 +177,8 @@ class Training:
             f"txl generate --run {folder} --prompt 'Once'",
             f"txl eval --run {folder} --mem-len {mem_lens if event.mem_len else '0,64,128'}",
         ]
+        if event.has_test:
+            hints.append(f"txl eval --run {folder} --split test")
         if event.reason in ("interrupted", "stop_at"):
             hints.insert(0, f"txl train --resume {folder}")
         self.screen.draw(facts_table([("next" if i == 0 else "", hint) for i, hint in enumerate(hints)]))

@@ -30,8 +30,10 @@ _P = ParamSpec("_P")
 
 
 # Reasons to skip something that hardly anybody meant.
-_UNMEANT = ("hidden", "excluded", "not included", "a run", "a link to a folder", "is empty")
+_EXCLUDED, _NOT_INCLUDED = "excluded", "not included"
+_UNMEANT = ("hidden", _EXCLUDED, _NOT_INCLUDED, "a run", "a link to a folder", "is empty")
 _HELD_OUT = "held out"
+_NAMED_TWICE = "read once, named twice"
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,11 @@ class Source:
     device: int
     inode: int
     unpackers: Unpackers = field(default_factory=Unpackers, compare=False, repr=False)
+
+    @property
+    def identity(self) -> tuple[int, int] | Path:
+        """What is equal for all names of one file; some file systems number none, then it is the path."""
+        return (self.device, self.inode) if self.inode else self.path
 
     @property
     def place(self) -> str:
@@ -154,9 +161,12 @@ class Corpus:
         packed = [f"{source.name} ({source.packing})" for source in self.sources if source.packing != "none"]
         # What may have been meant comes first, since only some are named.
         unmeant = [one for one in self.skipped if one[1] in _UNMEANT]
-        skipped = [one for one in self.skipped if one[1] not in (*_UNMEANT, _HELD_OUT)] + unmeant
+        told_apart = (_HELD_OUT, _NAMED_TWICE)
+        skipped = [one for one in self.skipped if one[1] not in (*_UNMEANT, *told_apart)] + unmeant
         left = [f"{printable(str(path))} ({why})" for path, why in skipped]
-        held_out = [printable(str(path)) for path, why in self.skipped if why == _HELD_OUT]
+        held_out, twice = (
+            [printable(str(path)) for path, why in self.skipped if why == reason] for reason in told_apart
+        )
         told = (
             (marked, "the leading byte-order mark is no text and is dropped"),
             (
@@ -165,9 +175,15 @@ class Corpus:
             ),
             (left, "skipped"),
             (held_out, "held out, so not learned from"),
+            (twice, _NAMED_TWICE),
             (list(self.overlapping), "is learned from and scored too, so that its scores are too good"),
         )
-        return tuple(f"{_list_some(names)}: {what}" for names, what in told if names)
+        return tuple(f"{list_some(names)}: {what}" for names, what in told if names)
+
+    def shared_with(self, other: "Corpus") -> tuple[str, ...]:
+        """The names of its files that are files of another corpus too, by whatever names."""
+        theirs = {source.identity for source in other.sources}
+        return tuple(source.name for source in self.sources if source.identity in theirs)
 
 
 def search_corpus(
@@ -201,10 +217,13 @@ def search_corpus(
     Packed files (gzip, xz, bz2, zstd) are told by their content, whatever their names, and are read unpacked,
     unless `packed` is `keep`; for their sizes they are unpacked once here. Files of the corpora `held_out`
     are skipped, in folders and where they were named, as `*.txt` names them, unless nothing else is named.
+    A file that is named several times, as folders within one another and links do, is read where it is named
+    first: else its text could be learned from and held out at once.
 
     Raises:
         UserError: a path is missing, unreadable, empty or no file, there is no text behind it, or a packed
-            file is cut or damaged, in a folder too; or there is no such encoding, or none of the separator.
+            file is cut or damaged, in a folder too; stdin is named twice; or there is no such encoding, or
+            none of the separator.
     """
     codec = find_encoding(encoding)
     if document_separator is not None:
@@ -218,6 +237,8 @@ def search_corpus(
             ) from None
     if not paths:
         raise UserError("no text is named; give files, a folder, or `-` for stdin: txl train corpus.txt")
+    if paths.count("-") > 1:
+        raise UserError(f"-: standard input can be named once; got it {paths.count('-')} times; name it once")
     rules = _Rules(
         codec=codec,
         raw=raw,
@@ -225,7 +246,7 @@ def search_corpus(
         packed=packed,
         include=_compile(include),
         exclude=_compile(exclude),
-        held_out=frozenset((source.device, source.inode) for one in held_out for source in one.sources),
+        held_out=frozenset(source.identity for one in held_out for source in one.sources),
         unpackers=Unpackers(),
     )
     found: list[Source] = []
@@ -235,29 +256,23 @@ def search_corpus(
             source = yield from _copy_stdin(stdin_copy, rules)
             found.append(source)
         elif files.is_folder(Path(name)):
-            n_before = len(found)
+            n_before, n_skipped_before = len(found), len(skipped)
             for one in _search_folder(Path(name), rules, skipped):
                 if isinstance(one, Source):
                     found.append(one)
                 else:
                     yield one
             if len(found) == n_before:
-                why = _list_some([f"{path} ({why})" for path, why in skipped])
-                raise UserError(
-                    f"{name}: no text in this folder; " + (f"skipped {why}" if why else "it is empty")
-                )
+                raise _has_no_text(name, skipped[n_skipped_before:], include, exclude)
         else:
             source, _ = yield from _open_source(name, Path(name), rules)
             found.append(source)
-    held, left = (
-        [source for source in found if ((source.device, source.inode) in rules.held_out) is is_held]
-        for is_held in (True, False)
-    )
+    left = [source for source in found if source.identity not in rules.held_out]
     if left:
-        skipped.extend((source.path, _HELD_OUT) for source in held)
-        found, held = left, []
+        skipped.extend((source.path, _HELD_OUT) for source in found if source.identity in rules.held_out)
+    sources = tuple(_take_once(left or found, skipped))
     yield Corpus(
-        sources=tuple(found),
+        sources=sources,
         encoding=codec,
         errors=errors,
         raw=raw,
@@ -267,8 +282,9 @@ def search_corpus(
         document_separator=document_separator,
         document_per_file=document_per_file,
         valid_every=valid_every,
-        skipped=tuple(skipped),
-        overlapping=tuple(source.name for source in held),
+        # Folders within one another are looked into twice.
+        skipped=tuple(dict.fromkeys(skipped)),
+        overlapping=() if left else tuple(source.name for source in sources),
     )
 
 
@@ -296,7 +312,7 @@ class _Rules:
     packed: Literal["unpack", "keep"]
     include: re.Pattern[str] | None
     exclude: re.Pattern[str] | None
-    held_out: frozenset[tuple[int, int]]
+    held_out: frozenset[tuple[int, int] | Path]
     unpackers: Unpackers
 
 
@@ -469,7 +485,7 @@ def _search_folder(
                 (path, str(error).removeprefix(prefix).removeprefix("cannot be read; ").split(";")[0])
             )
             continue
-        if (source.device, source.inode) in rules.held_out:
+        if source.identity in rules.held_out:
             skipped.append((path, _HELD_OUT))
         elif not rules.raw and rules.codec not in WIDE and b"\0" in head:
             skipped.append((path, "binary: it holds NUL bytes"))
@@ -481,18 +497,22 @@ def _walk(folder: Path, rules: _Rules, skipped: list[tuple[Path, str]]) -> Itera
     """Yield the files of a folder in sorted order; links to folders are not followed, so loops cannot be."""
 
     def note_unreadable(error: OSError) -> None:
-        skipped.append((Path(os.fsdecode(error.filename)), files.describe_error(error)))
+        place, why = Path(os.fsdecode(error.filename)), files.describe_error(error)
+        if place == folder:
+            raise UserError(f"{printable(str(folder))}: cannot be read; {why}") from error
+        skipped.append((place, why))
 
     def refuse(inner: str, name: str, *, is_folder: bool) -> str | None:
         """Say why something is not taken, None: it is."""
         if name.startswith("."):
             return "hidden"
-        if is_folder and Path(folder, inner).is_symlink():
+        # Path.is_symlink raises where the folder may be listed and not looked into.
+        if is_folder and os.path.islink(Path(folder, inner)):  # noqa: PTH114
             return "a link to a folder"
         if rules.exclude is not None and rules.exclude.fullmatch(inner):
-            return "excluded"
+            return _EXCLUDED
         if not is_folder and rules.include is not None and not rules.include.fullmatch(inner):
-            return "not included"
+            return _NOT_INCLUDED
         return None
 
     for place, folders, names in os.walk(folder, onerror=note_unreadable):
@@ -514,6 +534,43 @@ def _walk(folder: Path, rules: _Rules, skipped: list[tuple[Path, str]]) -> Itera
         yield from (Path(place, name) for name in sorted(names) if name not in refused)
 
 
-def _list_some(names: Sequence[str]) -> str:
+def _has_no_text(
+    name: str, skipped: Sequence[tuple[Path, str]], include: Sequence[str], exclude: Sequence[str]
+) -> UserError:
+    """Word the refusal of a folder in which nothing is read; patterns that left something out are named."""
+    reasons = {why for _, why in skipped}
+    given = [
+        (flag, patterns)
+        for flag, patterns, why in (
+            ("--include", include, _NOT_INCLUDED),
+            ("--exclude", exclude, _EXCLUDED),
+        )
+        if why in reasons
+    ]
+    by_pattern_first = sorted(skipped, key=lambda one: one[1] not in (_EXCLUDED, _NOT_INCLUDED))
+    told = list_some([f"{path} ({why})" for path, why in by_pattern_first])
+    if not given:
+        return UserError(f"{name}: no text in this folder; " + (f"skipped {told}" if told else "it is empty"))
+    flags = " and ".join(flag for flag, _ in given) + (" leaves" if len(given) == 1 else " leave")
+    patterns = [f"`{printable(pattern)}`" for _, some in given for pattern in some]
+    return UserError(
+        f"{name}: {flags} no text in this folder; got {list_some(patterns)}, skipped {told}; "
+        f"change the pattern{'s' * (len(patterns) > 1)}"
+    )
+
+
+def _take_once(found: Sequence[Source], skipped: list[tuple[Path, str]]) -> Iterator[Source]:
+    """Yield the first of the sources that are one file, by whatever names, and note the others."""
+    seen = set()
+    for source in found:
+        if source.identity in seen:
+            skipped.append((source.path, _NAMED_TWICE))
+        else:
+            seen.add(source.identity)
+            yield source
+
+
+def list_some(names: Sequence[str]) -> str:
+    """Name the first three, and how many more there are."""
     more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more

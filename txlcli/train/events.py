@@ -51,7 +51,7 @@ class Found:
         corpus: What is learned from, and what was skipped.
         survey: What one pass over it found.
         valid: Held-out files of their own, None: none.
-        test: Files for the final score, None: none.
+        test: Files kept for `txl eval --split test`, None: none.
     """
 
     corpus: Corpus
@@ -260,6 +260,7 @@ class Finished:
         last_score: The last score made, if any.
         mem_len: The memory length that it was trained with.
         is_best_lost: The checkpoint of the best step is damaged or gone, so that best is last.
+        has_test: The run has a test text, which no training scores.
     """
 
     step: int
@@ -272,6 +273,7 @@ class Finished:
     last_score: Score | None
     mem_len: int
     is_best_lost: bool = False
+    has_test: bool = False
 
 
 Event = (

@@ -118,6 +118,7 @@ def _run(
         last_score=session.last_score,
         mem_len=config.model.mem_len,
         is_best_lost=session.is_best_lost,
+        has_test=config.data.test is not None,
     )
 
 

@@ -182,6 +182,7 @@ def _make_ready(
             last_score=None,
             mem_len=config.model.mem_len,
             is_best_lost=lost_best is not None,
+            has_test=config.data.test is not None,
         )
         return
     yield Ready(run, config, origins, budget, saved.step)

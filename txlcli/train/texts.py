@@ -20,6 +20,7 @@ from txlcli.data import (
 )
 from txlcli.run import Run
 from txlcli.sources import Chunk, Corpus, Survey, read_chunks, search_corpus, survey
+from txlcli.sources.corpus import list_some
 from txlcli.sources.survey import VALID_BYTES_MAX, VALID_FRACTION
 from txlcli.train.events import Event, Found, Notice, Progress
 from txlcli.train.place import Place
@@ -86,6 +87,11 @@ def find_texts(request: Request, place: Place, stack: ExitStack) -> Generator[Ev
         corpus = yield from _search(request, paths, **rules, stdin_copy=run.stdin_path)
     for one in (corpus, valid, test):
         yield from map(Notice, () if one is None else one.notices)
+    if valid is not None and test is not None and (shared := test.shared_with(valid)):
+        yield Notice(
+            f"{list_some(shared)}: given as --valid and --test; chooses the checkpoint too, "
+            "so the score of the test text flatters"
+        )
     origin, stores = Origin.of(corpus, valid, test), tuple(stores_in(place.beside))
     for name, look in origin.looks.items():
         sha256 = trusted_hash(stores, look)
