@@ -17,6 +17,7 @@ import typer.main
 import yaml
 from typer.testing import CliRunner
 
+from tests.stores import write_sealed
 from txlcli import UserError, config, train
 from txlcli.cli import main
 from txlcli.cli.flags import parse_mem_lens
@@ -25,6 +26,7 @@ from txlcli.run import Run
 
 SIZES = "--d-model 16 --n-layer 2 --n-head 2 --tgt-len 8 --mem-len 8 --batch-size 4 --clamp-len none"
 TINY = f"{SIZES} --device cpu --precision fp32 --optimizer adamw --lr 0.02".split()
+LOWER_BOUNDS = ", so bits per byte and character are lower bounds"
 TEXT = "".join(f"the quick brown fox jumps over {number % 7} lazy dogs.\n" for number in range(60))
 
 
@@ -857,7 +859,7 @@ def test_eval_reads_text_as_its_run_did(trained, tmp_path):
     flags = ["--tokenizer", "char", "--encoding-errors", "replace", "--steps", "1", "--out", "r"]
     run("train", bad, *TINY, *flags)
     result = json.loads(run("eval", bad, "--run", "r", "--json").stdout)
-    assert result["notices"][0] == f"{bad}: 60 bytes are not utf-8 and are read as U+FFFD"
+    assert result["notices"][0] == f"60 bytes of {bad} are not utf-8 and are read as U+FFFD{LOWER_BOUNDS}"
     assert result["rows"][0]["bytes_scored"] == bad.stat().st_size - 1
 
 
@@ -880,6 +882,62 @@ def test_per_token_scores_add_up(trained, text):
     assert [int(row[3]) for row in rows] == list(range(1, len(TEXT)))
     # The sum is made in another order.
     assert sum(float(row[2]) for row in rows) == pytest.approx(result["rows"][0]["total_nll"], rel=1e-12)
+
+
+@pytest.mark.parametrize(("encoding", "mark"), [("utf-8", 3), ("utf-16", 2), ("utf-32", 4)])
+def test_byte_offsets_count_byte_order_marks(trained, tmp_path, encoding, mark):
+    data = b"\xef\xbb\xbfthe\n" if encoding == "utf-8" else "the\n".encode(encoding)
+    unit = (len(data) - mark) // 4
+    for name in ("one/1.txt", "two/1.txt", "two/2.txt"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_bytes(data)
+    offsets = []
+    for name in ("one", "two"):
+        flags = ["--encoding", encoding, "--json", "--per-token", "a.tsv"]
+        result = json.loads(evaluate(trained, tmp_path / name, *flags).stdout)
+        lines = [line.split("\t") for line in Path("a.tsv").read_text().splitlines()[1:]]
+        assert (result["bytes"], result["rows"][0]["bytes_scored"]) == (
+            unit * (len(lines) + 1),
+            unit * len(lines),
+        )
+        offsets.append([int(line[3]) for line in lines])
+    first = [mark + unit * place for place in range(4)]
+    assert offsets == [first[1:], first[1:] + [len(data) + place for place in first]]
+
+
+def test_bytes_that_are_no_text_make_bits_lower_bounds(text):
+    held_out = b"\xef\xbb\xbfcaf\xe9 \xe9 the quick\n"
+    Path("valid.txt").write_bytes(held_out)
+    Path("one.txt").write_bytes(b"the \xff fox")
+    flags = ["--tokenizer", "char", "--encoding-errors", "replace", "--valid", "valid.txt", "--steps", 1]
+    run("train", text, *TINY, *flags, "--out", "r")
+
+    def lower_bounds(*args):
+        result = json.loads(run("eval", *args, "--run", "r", "--json").stdout)
+        said = [one for one in result["notices"] if "U+FFFD" in one]
+        assert result["protocol"]["is_lower_bound"] == bool(said)
+        return said
+
+    assert lower_bounds(text) == []
+    one = f"1 byte of one.txt is not utf-8 and is read as U+FFFD{LOWER_BOUNDS}"
+    assert lower_bounds("one.txt") == [one]
+    assert one in re.sub(r"\s+", " ", run("eval", "one.txt", "--run", "r").stdout)
+    two = f"2 bytes of the run's text are not utf-8 and are read as U+FFFD{LOWER_BOUNDS}"
+    assert lower_bounds("--per-token", "a.tsv") == [two]
+    places = [int(line.split("\t")[3]) for line in Path("a.tsv").read_text().splitlines()[1:]]
+    assert (places[0], places[-1]) == (4, len(held_out) - 1)
+
+    # A store of before tells neither.
+    values = json.loads(Path("r/data/store.json").read_text())
+    for part in values["splits"].values():
+        del part["n_replaced"], part["marks"]
+    write_sealed(Path("r/data/store.json"), values)
+    result = json.loads(run("eval", "--run", "r", "--json", "--per-token", "a.tsv").stdout)
+    assert result["protocol"]["is_lower_bound"]
+    some = "bytes of the run's text that are not utf-8, not counted here, are read as U+FFFD"
+    assert some + LOWER_BOUNDS in result["notices"]
+    assert "byte offsets are left out: not all that stands between the tokens is counted" in result["notices"]
+    assert {line.split("\t")[3] for line in Path("a.tsv").read_text().splitlines()[1:]} == {""}
 
 
 def test_a_file_of_token_scores_is_whole_or_not_there(trained, tmp_path):
@@ -1112,6 +1170,8 @@ def test_newlines_dropped_and_spaces_as_underscores_wherever_text_comes_in(text,
         other = json.loads(run("eval", *args, "--run", "r", "--json", stdin=stdin).stdout)["rows"][0]
         assert (other["total_nll"], other["words_scored"]) == (row["total_nll"], row["words_scored"])
     assert "spaces    read as underscores" in run("eval", text, "--run", "r").stdout
+    assert result["protocol"]["is_lower_bound"]
+    assert f"spaces and underscores are one character{LOWER_BOUNDS}" in result["notices"]
     assert refusal("eval", text, "--run", "r", "--by-line") == (
         "--by-line: lines start after a newline token; the vocabulary has none; leave it out"
     )
@@ -1146,6 +1206,13 @@ def test_words_of_a_corpus_with_newlines_as_eos(text):
     result = json.loads(run("eval", text, "--run", "w", "--json").stdout)
     assert result["protocol"]["newlines"] == "the word <eos>, scored like every other token"
     assert result["protocol"]["is_lower_bound"]
+    unknown = f"{40 / n_tokens:.2%} of the tokens are unknown words{LOWER_BOUNDS}"
+    blanks = f"of the white space only newlines are scored{LOWER_BOUNDS}"
+    assert [one for one in result["notices"] if "lower bounds" in one] == [unknown, blanks]
+    Path("known.txt").write_text("the \t quick\r\n")
+    result = json.loads(run("eval", "known.txt", "--run", "w", "--json").stdout)
+    assert result["protocol"]["is_lower_bound"]
+    assert [one for one in result["notices"] if "lower bounds" in one] == [blanks]
     made = run("generate", "--run", "w", "--prompt", "the 7", "--max-tokens", 300, "--seed", 1).stdout
     assert made.startswith("the 7")
     assert "\n" in made

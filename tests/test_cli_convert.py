@@ -422,6 +422,10 @@ def test_raw_text_is_read_split_and_written_joined(words, tmp_path, monkeypatch)
     )
     assert "byte offsets beside characters that Moses' rules replaced are a guess" in result.stdout
     assert lines["text"].startswith("raw.txt · 26 bytes")
+    assert (
+        "of the white space only newlines are scored, and other characters are as Moses' rules write them, "
+        "so bits per byte and character are lower bounds"
+    ) in re.sub(r"\s+", " ", result.stdout)
     scores = [
         json.loads(run("eval", file, "--run", words, "--json", *flags).stdout)["rows"][0]
         for file, flags in (("raw.txt", ["--moses"]), ("split.txt", []))

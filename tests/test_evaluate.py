@@ -915,6 +915,16 @@ class TestTokens:
         assert_same(values, by_training_path(ids, lengths))
         assert math.fsum(values.tolist()) == pytest.approx(score.total_nll, rel=1e-12)
 
+    def test_byte_order_marks_stand_before_the_first_token_of_their_file(self, store_of, counts_of):
+        end, sizes = 9, [1, 2, 0, 0, 1, 3]
+        store, counts = store_of([1, 2, end, 3, 4, 5]), counts_of([[size, 0, 0] for size in sizes])
+        marked = Counts(counts.path, dtype="uint16", n_tokens=6, marks=((0, 3), (3, 2), (4, 4)))
+        with TokenNats() as nats:
+            nats.record(0, np.zeros(6))
+            tokens = list(token_scores(store, marked, nats, document_end=end))
+        # The end of the first document, and the first of two pieces of a character in the second.
+        assert [token.byte_offset for token in tokens] == [3, 4, 6, 8, 8, 13]
+
     def test_by_line_the_first_token_comes_too_and_offsets_may_be_unknown(self, store_of):
         store = store_of(TEXT)
         with TokenNats() as nats:

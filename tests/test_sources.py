@@ -38,6 +38,7 @@ from txlcli.sources import (
     documents,
     find_corpus,
     find_encoding,
+    find_marks,
     find_place,
     find_split,
     guess_script,
@@ -589,6 +590,18 @@ def test_a_split_is_a_byte_of_the_file_whatever_is_left_out(tmp_path: Path) -> N
         assert run_survey(corpus, valid_fraction=0.6).split_at == 4
     assert b"".join(read_text(corpus, 4, 10)) == b"cd"
     assert list(read_text(find_corpus([name], newlines="drop"), 2, 6)) == []
+
+
+def test_marks_are_found_between_two_bytes(tmp_path: Path) -> None:
+    mark = codecs.BOM_UTF8
+    for name, data in (("1", mark + b"abc"), ("2", b"de"), ("3", mark + b"f")):
+        (tmp_path / name).write_bytes(data)
+    names = [str(tmp_path / name) for name in "123"]
+    corpus = find_corpus(names)
+    assert find_marks(corpus, 0, 12) == ((0, 3), (5, 3))
+    assert find_marks(corpus, 2, 10) == ((0, 1), (5, 2))
+    assert find_marks(corpus, 3, 8) == ()
+    assert find_marks(find_corpus(names, raw=True), 0, 12) == ()
 
 
 def test_text_of_a_prompt_is_converted_as_files_are() -> None:

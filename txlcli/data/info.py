@@ -33,6 +33,10 @@ class FileInfo:
 class SplitInfo:
     """What one split holds; `n_bytes` in the source's own encoding, None: unknown.
 
+    `n_replaced` counts the bytes that are no text in that encoding and are read as U+FFFD, where every n-th
+    document is held out also some of those around it. `marks` are the byte-order marks of its files, which
+    are no part of the text: how many bytes stand before each, marks left out, and how many it has itself.
+    Both are None in stores of before, which do not tell.
     `files` are those of the split by the ends of their names, `ids` among them; empty in stores that were
     written without checksums.
     """
@@ -44,6 +48,8 @@ class SplitInfo:
     n_unknown: int
     counts_dtype: str | None
     files: Mapping[str, FileInfo] = field(default_factory=dict)
+    n_replaced: int | None = None
+    marks: tuple[tuple[int, int], ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +188,8 @@ def _parse_store_info(data: Any) -> StoreInfo:  # Any: JSON of unknown shape, ch
                 n_unknown=_integer(part, "n_unknown"),
                 counts_dtype=None if part["counts_dtype"] is None else _dtype(part, "counts_dtype"),
                 files=_files(part),
+                n_replaced=_integer_or_none({"n_replaced": None, **part}, "n_replaced"),
+                marks=_marks(part),
             )
     others = {
         split: TextInfo(sources=_sources(one["sources"]), sha256=_text_or_none(one, "sha256"))
@@ -218,6 +226,13 @@ def _files(part: Any) -> dict[str, FileInfo]:
         name: FileInfo(n_bytes=_integer(one, "n_bytes"), sha256=_text(one, "sha256"))
         for name, one in part["files"].items()
     }
+
+
+def _marks(part: Any) -> tuple[tuple[int, int], ...] | None:
+    if part.get("marks") is None:
+        return None
+    marks = [dict(zip(("place", "size"), one, strict=True)) for one in part["marks"]]
+    return tuple((_integer(one, "place"), _integer(one, "size", 1, 4)) for one in marks)
 
 
 def _sources(data: Any) -> tuple[SourceInfo, ...]:

@@ -32,6 +32,7 @@ from txlcli.sources import (
     Progress,
     check_unchanged,
     complete_utf8,
+    find_marks,
     find_place,
     read_chunks,
     told_replaced,
@@ -286,7 +287,8 @@ def _encode_part(
                 yield Progress(f"encoding {part.split}", piece.read_bytes, total)
         except OutsideVocabulary:
             _refuse_outside(part, encoding.tokenizer)
-        info = writer.finish(n_bytes)
+        marks = find_marks(part.corpus, part.start, part.stop)
+        info = replace(writer.finish(n_bytes), n_replaced=n_replaced, marks=marks)
     if notices is not None and n_replaced:
         notices.append(told_replaced(part.corpus, n_replaced))
     if notices is not None and n_bytes and has_separator and not is_separated:

@@ -2,6 +2,7 @@
 
 import functools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -62,16 +63,25 @@ class Counts:
     """For each token of a held-out split the source bytes, characters and words that end with it.
 
     `is_text` is false where the bytes are no text in their encoding: then only bytes are counted. `left_out`
-    names the file of what is no part of the text; None: all of it is.
+    names the file of what is no part of the text; None: all of it is. `marks` as in `SplitInfo`.
     """
 
     def __init__(
-        self, path: Path, *, dtype: str, n_tokens: int, is_text: bool = True, left_out: Path | None = None
+        self,
+        path: Path,
+        *,
+        dtype: str,
+        n_tokens: int,
+        is_text: bool = True,
+        left_out: Path | None = None,
+        marks: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.path = path
         self.n_tokens = n_tokens
         self.is_text = is_text
         self.left_out = left_out
+        places, sizes = np.array(marks, dtype=np.int64).reshape(-1, 2).T
+        self._mark_places, self._mark_bytes = places, np.append(0, np.cumsum(sizes))
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._fd = _open_sized(path, 3 * n_tokens * self._dtype.itemsize)
 
@@ -88,6 +98,10 @@ class Counts:
         """
         positions, n_bytes = self._gaps
         return n_bytes[np.searchsorted(positions, np.arange(start, stop), side="right")]
+
+    def mark_bytes_before(self, places: Ids) -> Ids:
+        """Return the bytes of byte-order marks before bytes of the source, counted without them: [n]."""
+        return self._mark_bytes[np.searchsorted(self._mark_places, places, side="right")]
 
     @functools.cached_property
     def _gaps(self) -> tuple[Ids, Ids]:
@@ -178,6 +192,7 @@ def open_counts(run_dir: Path, split: Split) -> Counts:
         n_tokens=part.n_tokens,
         is_text=part.n_characters is not None,
         left_out=left_out if ("left_out" in part.files if part.files else left_out.exists()) else None,
+        marks=part.marks or (),
     )
 
 

@@ -67,21 +67,27 @@ class TokenScore(NamedTuple):
     byte_offset: int | None
 
 
-def token_scores(store: TokenStore, counts: Counts | None, nats: TokenNats) -> Iterator[TokenScore]:
-    """Yield the scored tokens in the text's order."""
+def token_scores(
+    store: TokenStore, counts: Counts | None, nats: TokenNats, document_end: int | None = None
+) -> Iterator[TokenScore]:
+    """Yield the scored tokens in the text's order; `document_end` is the token that ends a document."""
     if nats.start is None:
         return
     offset, _, _ = sum_counts(counts, 0, nats.start)
     previous = int(store.read(nats.start - 1, nats.start)[0]) if nats.start else None
     for start in range(nats.start, nats.stop, TOKEN_BLOCK):
         stop = min(start + TOKEN_BLOCK, nats.stop)
-        ids, values = store.read(start, stop).tolist(), nats.read(start, stop).tolist()
+        ids, values = store.read(start, stop), nats.read(start, stop).tolist()
         offsets: list[int | None] = [None] * (stop - start)
         if counts is not None and offset is not None:
             ends = offset + np.cumsum(counts.read(start, stop)[:, 0])
             begins = np.append(offset, ends[:-1]) + counts.left_out_before(start, stop)
+            # A document's end without bytes stands where its file ends, before the next one's mark.
+            begins += counts.mark_bytes_before(begins - (ids == document_end))
             offsets, offset = begins.tolist(), int(ends[-1])
-        for position, (token, value, place) in enumerate(zip(ids, values, offsets, strict=True), start):
+        for position, (token, value, place) in enumerate(
+            zip(ids.tolist(), values, offsets, strict=True), start
+        ):
             yield TokenScore(position, token, previous, value, place)
             previous = token
 

@@ -21,7 +21,7 @@ from txlcli.sources.corpus import (
 )
 from txlcli.sources.documents import NotJsonLines, Part
 from txlcli.sources.fault import NotText
-from txlcli.sources.read import find_place, read_chunks, read_text
+from txlcli.sources.read import find_marks, find_place, read_chunks, read_text
 from txlcli.sources.split import find_split
 from txlcli.sources.survey import (
     VALID_BYTES_MAX,
@@ -57,6 +57,7 @@ __all__ = [
     "convert",
     "find_corpus",
     "find_encoding",
+    "find_marks",
     "find_place",
     "find_split",
     "guess_script",

@@ -99,6 +99,20 @@ def find_place(corpus: Corpus, start: int, stop: int, offset: int, *, part: Part
     raise AssertionError("beyond the text")
 
 
+def find_marks(corpus: Corpus, start: int, stop: int) -> tuple[tuple[int, int], ...]:
+    """Find the byte-order marks between two bytes of the corpus.
+
+    Returns:
+        For each the bytes between `start` and it, those of other marks not counted, and its own.
+    """
+    marks, n_bytes = [], 0
+    for source, lo, hi in _ranges(corpus, start, stop):
+        n_mark = max(min(hi, source.n_mark) - lo, 0)
+        marks += [(n_bytes, n_mark)] if n_mark else []
+        n_bytes += hi - lo - n_mark
+    return tuple(marks)
+
+
 def _segments(
     corpus: Corpus, start: int, stop: int
 ) -> Iterator[tuple[Source, bytes, npt.NDArray[np.int64], bool]]:

@@ -26,7 +26,9 @@ def write_tsv(file: BinaryIO, text: Text, tokenizer: "Tokenizer", nats: "TokenNa
     from txlcli.evaluate import token_scores
 
     file.write(b"token\ttext\tnats\tbyte_offset\n")
-    for token in token_scores(text.store, text.counts if text.has_offsets else None, nats):
+    for token in token_scores(
+        text.store, text.counts if text.has_offsets else None, nats, tokenizer.document_end
+    ):
         source = tokenizer.decode([token.token], after=token.previous)
         offset = "" if token.byte_offset is None else token.byte_offset
         file.write(f"{token.token}\t{one_line(source)}\t{token.nats!r}\t{offset}\n".encode())

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from txlcli.api import LanguageModel
     from txlcli.config import ModelConfig
     from txlcli.evaluate import Score, WindowScore
+    from txlcli.tokenizer import CorpusWordTokenizer
 
 _NEWLINES = {
     "keep": "part of the text, scored like every other token",
@@ -50,7 +51,7 @@ def text_protocol(
         "precision": precision,
         "device": str(lm.device),
         "attention": lm.model.attention_name,
-        "is_lower_bound": not lm.tokenizer.is_lossless and text.info.n_unknown > 0,
+        "is_lower_bound": bool(losses(request, lm, text)),
         "unknown_tokens": text.info.n_unknown,
     }
 
@@ -80,10 +81,20 @@ def window_protocol(lm: "LanguageModel", window: "WindowScore") -> dict[str, obj
 
 def _newline_word(lm: "LanguageModel") -> str:
     """The word that a newline is, for a vocabulary that has one."""
+    words = _corpus_words(lm)
+    return "" if words is None else words.newline
+
+
+def _is_lowered(lm: "LanguageModel") -> bool:
+    words = _corpus_words(lm)
+    return words is not None and words.is_lowered
+
+
+def _corpus_words(lm: "LanguageModel") -> "CorpusWordTokenizer | None":
     from txlcli.tokenizer import CorpusWordTokenizer, MosesTokenizer
 
     words = lm.tokenizer.words if isinstance(lm.tokenizer, MosesTokenizer) else lm.tokenizer
-    return words.newline if isinstance(words, CorpusWordTokenizer) else ""
+    return words if isinstance(words, CorpusWordTokenizer) else None
 
 
 def _words(request: Request, lm: "LanguageModel") -> str | None:
@@ -118,6 +129,27 @@ def _position(model: "ModelConfig") -> str:
     return f"{model.position}, {model.absolute_positions}" if is_absolute else model.position
 
 
+def losses(request: Request, lm: "LanguageModel", text: Text) -> list[str]:
+    """Say what of the text is counted that the tokens do not tell, or may not: then bits are lower bounds."""
+    data, info, found = lm.config.data, text.info, list[str]()
+    if not lm.tokenizer.is_lossless and info.n_unknown:
+        found.append(f"{info.n_unknown / info.n_tokens:.2%} of the tokens are unknown words")
+    if data.newlines == "eos":
+        more = ", and other characters are as Moses' rules write them" if request.is_raw else ""
+        found.append(f"of the white space only newlines are scored{more}")
+    if _is_lowered(lm):
+        found.append("capital letters are read as small ones")
+    if data.spaces == "underscore":
+        found.append("spaces and underscores are one character")
+    what = "the run's text" if request.file is None else one_line(text.name)
+    if info.n_replaced:
+        are = "byte of {} is not {} and is" if info.n_replaced == 1 else "bytes of {} are not {} and are"
+        found.append(f"{info.n_replaced:,} {are.format(what, text.encoding)} read as U+FFFD")
+    elif info.n_replaced is None and data.encoding_errors == "replace" and lm.tokenizer.kind != "byte":
+        found.append(f"bytes of {what} that are not {text.encoding}, not counted here, are read as U+FFFD")
+    return found
+
+
 def notices_of(
     request: Request,
     lm: "LanguageModel",
@@ -145,10 +177,8 @@ def notices_of(
         notices.append("byte offsets are left out: not all that stands between the tokens is counted")
     elif request.is_raw and has_offsets:
         notices.append("byte offsets beside characters that Moses' rules replaced are a guess")
-    if not lm.tokenizer.is_lossless and text.info.n_unknown:
-        share = text.info.n_unknown / text.info.n_tokens
-        notices.append(
-            f"{share:.2%} of the tokens are unknown words, so bits per byte and character are lower bounds"
-        )
+    notices.extend(
+        f"{loss}, so bits per byte and character are lower bounds" for loss in losses(request, lm, text)
+    )
     notices.extend(notice for score in scores for notice in score.notices)
     return tuple(dict.fromkeys(notices))

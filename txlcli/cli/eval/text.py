@@ -38,9 +38,13 @@ class Text:
 
     @property
     def has_offsets(self) -> bool:
-        """Whether each token's place in the files is known: with documents only if every byte is counted."""
+        """Whether each token's place in the files is known: with documents only if every byte is counted.
+
+        A store of before does not know its byte-order marks.
+        """
         has_documents = self.documents != type(self.documents)()
-        return not has_documents or self.info.n_bytes == self.file_bytes
+        is_counted = not has_documents or self.info.n_bytes == self.file_bytes
+        return is_counted and self.info.marks is not None
 
 
 def open_text(
@@ -51,7 +55,7 @@ def open_text(
 
     from txlcli.data import Progress, check_store, open_counts, open_split, read_store_info
     from txlcli.run import refuse_converted
-    from txlcli.sources import Corpus
+    from txlcli.sources import Corpus, told_replaced
 
     split: Split = "valid" if request.split == "valid" else "test"
     folder, name, notices = lm.run.folder, f"{request.split} text of {lm.run.folder}", tuple[str, ...]()
@@ -82,6 +86,10 @@ def open_text(
     store = stack.enter_context(open_split(folder, split))
     counts = stack.enter_context(open_counts(folder, split))
     info = read_store_info(folder)
+    if corpus is not None and info.splits[split].n_replaced:
+        # Said with what it does to the numbers, by `losses`.
+        told = told_replaced(corpus, info.splits[split].n_replaced or 0)
+        notices = tuple(notice for notice in notices if notice != told)
     for done in check_store(folder, info, [split]) if request.file is None else ():
         stages.show(done.stage, done.done_bytes, done.total_bytes, "bytes")
         interruption.leave()
