@@ -1,7 +1,10 @@
 """Damage of a run's store: whoever would use the files is told, before anything is made of them."""
 
+import os
 import shutil
+import threading
 import zlib
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,11 +20,24 @@ from tests.test_train import TINY, of_kind, write_corpus
 from txlcli import UserError, checksums
 from txlcli.cli import main
 from txlcli.cli.signals import Interruption
-from txlcli.config import from_flags
+from txlcli.config import build, from_flags, override, read_settings
 from txlcli.data import damage, read_store_info
 from txlcli.report import Stages
 from txlcli.run import Run
-from txlcli.train import Event, Finished, Notice, Progress, Ready, begin, evaluating, resume, train
+from txlcli.train import (
+    Event,
+    Finished,
+    Notice,
+    Progress,
+    Ready,
+    Saved,
+    Stepped,
+    begin,
+    evaluating,
+    loop,
+    resume,
+    train,
+)
 
 FILES = ("train.ids", "valid.ids", "valid.counts", "valid.left_out")
 CHECKING = "checking the ids"
@@ -216,6 +232,152 @@ def test_a_store_without_checksums_is_read_as_before(run: Run) -> None:
         UserError, match=r"train\.ids: damaged; got [\d,]+ bytes, store\.json says .*; put it"
     ):
         list(train(run, ready.config))
+
+
+# Files that nobody seems to have touched
+
+
+def harm_unseen(path: Path) -> None:
+    """Flip a bit of a file that keeps its size, inode and time: the damage of a disk."""
+    status = path.stat()
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def saved(run: Run) -> tuple[list[str], bytes, bytes]:
+    """Return what a training leaves: the names of checkpoints, the pointers, the lines of metrics."""
+    names = sorted(path.name for path in run.checkpoints_folder.iterdir())
+    return names, run.pointers_path.read_bytes(), run.metrics_path.read_bytes()
+
+
+@pytest.fixture
+def second(run: Run, trained: Path) -> Run:
+    """Prepare another run of the same text, which takes the files of `run`."""
+    _, events = begin_second(run, trained, "first")
+    assert any("those of" in text for text in told(events))
+    return Run(run.folder.parent / "first")
+
+
+def begin_second(beside: Run, trained: Path, name: str) -> tuple[Ready, list[Event]]:
+    corpus = trained.parent / "words.txt"
+    settings = from_flags({**flags(corpus), "test": str(corpus)})
+    events = list(begin(settings, out=beside.folder.parent / name))
+    ready = events[-1]
+    assert isinstance(ready, Ready)
+    return ready, events
+
+
+def test_untouched_files_are_hashed_beside_the_steps(
+    run: Run, trained: Path, second: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copied run is hashed before; what was written or linked here is not, and trains to the same bytes."""
+    ready = list(resume(run, from_flags({"steps": 3})))[-1]
+    assert isinstance(ready, Ready)
+    assert ready.is_checked
+    hashed: list[Path] = []
+    check = damage.check_written
+
+    def note(path: Path, *rest: Any) -> Iterator[int]:
+        hashed.append(path)
+        return check(path, *rest)
+
+    monkeypatch.setattr(damage, "check_written", note)
+    third, _ = begin_second(second, trained, "third")
+    assert (third.is_checked, hashed) == (False, [])
+    list(train(third.run, third.config, is_checked=third.is_checked))
+    assert sorted(hashed) == sorted(third.run.data_folder / name for name in FILES)
+    model = Path("checkpoints/step-0000002/model.safetensors")
+    assert (third.run.folder / model).read_bytes() == (trained / model).read_bytes()
+    hashed.clear()
+    ready = list(resume(third.run, from_flags({"steps": 3})))[-1]
+    assert isinstance(ready, Ready)
+    assert (ready.is_checked, hashed) == (False, [])
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_damage_that_no_time_tells_ends_a_training_before_anything_is_saved(
+    second: Run, trained: Path, name: str
+) -> None:
+    model = Path("checkpoints/step-0000003/model.safetensors")
+    list(train(second, build(read_settings(second.config_path))))
+    before, sound = saved(second), (second.data_folder / name).read_bytes()
+    harm_unseen(second.data_folder / name)
+    ready = list(resume(second, from_flags({"steps": 3})))[-1]
+    assert isinstance(ready, Ready)
+    with pytest.raises(UserError) as caught:
+        list(train(second, ready.config, is_checked=ready.is_checked))
+    expected = f"{second.data_folder / name}: damaged; {FAULTS['flipped']}"
+    assert str(caught.value) == expected + remedy(second)
+    assert saved(second)[:2] == before[:2]
+    assert saved(second)[2].startswith(before[2])
+    # From now on it does not pass for untouched: it is refused at once, and no other run takes it.
+    assert refused(second, "resume") == expected
+    third, events = begin_second(second, trained, "third")
+    assert len([text for text in told(events) if "cannot be taken" in text]) == 1
+    for one in (*FILES, "test.ids"):
+        assert (third.run.data_folder / one).read_bytes() == (trained / "data" / one).read_bytes()
+    # Put back it goes on, to what another run of the same text comes to.
+    (second.data_folder / name).write_bytes(sound)
+    for run in (second, third.run):
+        list(train(run, ready.config))
+    assert (second.folder / model).read_bytes() == (third.run.folder / model).read_bytes()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Return what lets the hashing of files begin."""
+    check, may_begin = damage.check_written, threading.Event()
+
+    def wait(*args: Any) -> Iterator[int]:
+        assert may_begin.wait(60)
+        return check(*args)
+
+    monkeypatch.setattr(damage, "check_written", wait)
+    return may_begin
+
+
+def test_what_waits_for_the_check_says_so(
+    second: Run, trained: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "TOLD_S", 0)
+    monkeypatch.setattr(loop, "REFRESH_S", 0)
+    kinds = []
+    for event in train(second, build(read_settings(second.config_path))):
+        kinds.append(type(event))
+        if isinstance(event, Notice):
+            assert event.text == (
+                f"{second.data_folder}: nothing is scored or saved before its ids are checked; waiting for that"
+            )
+        if isinstance(event, Progress) and event.stage == CHECKING:
+            gate.set()
+    at = kinds.index(Notice)
+    assert Saved not in kinds[1:at]
+    assert kinds[at + 1] == Progress
+    assert kinds.count(Notice) == 1
+    model = Path("checkpoints/step-0000002/model.safetensors")
+    assert (second.folder / model).read_bytes() == (trained / model).read_bytes()
+
+
+def test_damage_ends_a_training_as_soon_as_it_is_found(second: Run, gate: threading.Event) -> None:
+    harm_unseen(second.data_folder / "train.ids")
+    changes = from_flags({"steps": 1000, "eval_every": 1000, "log_every": 1})
+    config = build(override(read_settings(second.config_path), changes))
+    steps = []
+
+    def train_on() -> None:
+        for event in train(second, config):
+            if isinstance(event, Stepped):
+                steps.append(event.step)
+                if event.step == 3:
+                    gate.set()
+                    (thread,) = (one for one in threading.enumerate() if one.name == CHECKING)
+                    thread.join()
+
+    with pytest.raises(UserError, match=r"train\.ids: damaged; its bytes"):
+        train_on()
+    assert steps == [1, 2, 3]
 
 
 # A large store

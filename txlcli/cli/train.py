@@ -144,7 +144,12 @@ def _events(
             yield event
             if isinstance(event, training.Ready):
                 yield from training.train(
-                    event.run, event.config, should_stop=interruption, stop_at=stop_at, budget=event.budget
+                    event.run,
+                    event.config,
+                    should_stop=interruption,
+                    stop_at=stop_at,
+                    budget=event.budget,
+                    is_checked=event.is_checked,
                 )
     except training.NonFinite as error:
         raise Failed(str(error)) from error

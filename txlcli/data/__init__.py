@@ -16,17 +16,18 @@ The folder `data/` of a run is written whole or not at all and holds, for each s
   bytes of the file left out since the split began. Both ascend.
 * `store.json`: one JSON object with the fields of `StoreInfo`: the sizes and types of these files and
   where the text came from. `n_characters` and `n_words` are null where they are not known. Of each split,
-  `files` holds the size and sha256 of its files as they were written, by the ends of their names, and
-  `checksum` is the sha256 of `store.json` as it would be without that key, in Python's ASCII JSON with sorted
-  keys, an indent of 1 and a newline at the end,
+  `files` holds the size, sha256, inode and modification time of its files as they were written, by the ends
+  of their names, and `checksum` is the sha256 of `store.json` as it would be without that key, in Python's
+  ASCII JSON with sorted keys, an indent of 1 and a newline at the end,
 
       {"checksum": "5e8c...", "splits": {"train": {"files": {"ids": {"n_bytes": 9, "sha256": "03ab..."}}, ...
 
-  so damage of a disk or of a copy is noticed: before a run is resumed, before another run takes its store,
-  before a split is scored. A store that has neither was written by an older version: of its files no more is
-  known than their sizes.
+  so damage of a disk or of a copy is noticed: before a split is scored, and before anything is saved by a
+  training that goes on or has taken the store of another run (see `damage`). A store that has neither was
+  written by an older version: of its files no more is known than their sizes.
 
-None of these files is changed once it is there, so runs of the same text may share them by hard links.
+None of these files is changed once it is there (but for the time of damaged ones, so that they do not pass
+for untouched), so runs of the same text may share them by hard links.
 
 Where the text is made of documents, the tokenizer's `document_end` follows each, and what separates it from
 the next one in the file is counted with it: its bytes, its characters, no word.
@@ -34,7 +35,7 @@ the next one in the file is counted with it: its bytes, its characters, no word.
 
 from typing import TYPE_CHECKING, Any
 
-from txlcli.data.damage import check_store
+from txlcli.data.damage import CheckBeside, check_store, is_untouched
 from txlcli.data.info import SourceInfo, Split, SplitInfo, StoreInfo, TextInfo, read_store_info
 from txlcli.data.origin import Look, Origin, hash_rules, reading_rules
 from txlcli.data.prepare import Prepared, encode_text, prepare
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Batches",
+    "CheckBeside",
     "Counts",
     "Look",
     "Origin",
@@ -82,6 +84,7 @@ __all__ = [
     "find_store",
     "find_survey",
     "hash_rules",
+    "is_untouched",
     "longest_stream",
     "open_counts",
     "open_split",

@@ -23,10 +23,16 @@ _LATEST_NS = 1 << 63
 
 @dataclass(frozen=True)
 class FileInfo:
-    """A file as it was written."""
+    """A file as it was written.
+
+    `inode` and `mtime_ns` tell that nobody has touched it since, and nothing of what it holds; None in stores
+    of before.
+    """
 
     n_bytes: int
     sha256: str
+    inode: int | None = field(default=None, compare=False)
+    mtime_ns: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +229,12 @@ def _files(part: Any) -> dict[str, FileInfo]:
     if set(part["files"]) - {"left_out"} != expected:
         raise ValueError("`files` are not those of the split")
     return {
-        name: FileInfo(n_bytes=_integer(one, "n_bytes"), sha256=_text(one, "sha256"))
+        name: FileInfo(
+            n_bytes=_integer(one, "n_bytes"),
+            sha256=_text(one, "sha256"),
+            inode=_inode(one),
+            mtime_ns=_time_or_none(one, "mtime_ns"),
+        )
         for name, one in part["files"].items()
     }
 
@@ -241,14 +252,21 @@ def _sources(data: Any) -> tuple[SourceInfo, ...]:
             path=_text(one, "path"),
             n_bytes=_integer(one, "n_bytes"),
             mtime_ns=_integer(one, "mtime_ns", -_LATEST_NS, _LATEST_NS),
-            # A store of before has neither.
-            inode=_integer_or_none({"inode": None, **one}, "inode", 1 << 64),
-            ctime_ns=None
-            if one.get("ctime_ns") is None
-            else _integer(one, "ctime_ns", -_LATEST_NS, _LATEST_NS),
+            inode=_inode(one),
+            ctime_ns=_time_or_none(one, "ctime_ns"),
         )
         for one in data
     )
+
+
+def _inode(data: Any) -> int | None:
+    """Return the inode of a file; a store of before has none."""
+    return _integer_or_none({"inode": None, **data}, "inode", 1 << 64)
+
+
+def _time_or_none(data: Any, key: str) -> int | None:
+    """Return a time of a file; a store of before may have none."""
+    return None if data.get(key) is None else _integer(data, key, -_LATEST_NS, _LATEST_NS)
 
 
 def _integer(data: Any, key: str, least: int = 0, most: int = 1 << 60) -> int:

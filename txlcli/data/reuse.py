@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from txlcli import UserError, files
-from txlcli.data.damage import check_store
+from txlcli.data.damage import check_store, is_untouched
 from txlcli.data.info import (
     SPLITS,
     StoreInfo,
@@ -38,11 +38,19 @@ class StoredRun(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """A store that is now a run's own: what it holds, its tokenizer, and whether nothing had to be copied."""
+    """A store that is now a run's own.
+
+    Attributes:
+        info: What it holds.
+        tokenizer: Its vocabulary.
+        is_linked: Nothing had to be copied.
+        is_checked: Its files were held against their checksums.
+    """
 
     info: StoreInfo
     tokenizer: Tokenizer
     is_linked: bool
+    is_checked: bool
 
 
 def stores_in(folder: Path) -> list[StoredRun]:
@@ -128,13 +136,19 @@ def _checked(value: Any, hint: Any) -> Any:
 
 
 def find_store(stores: Sequence[StoredRun], origin: Origin) -> StoredRun | None:
-    """Return a store that holds what this text would become; its rules and all hashes are known."""
+    """Return a store that holds what this text would become; its rules and all hashes are known.
+
+    One whose files nobody has touched is taken rather than others.
+    """
     others = {name: value for name, value in origin.hashes.items() if name != "train"}
+    found = None
     for known in with_rules(stores, origin.rules):
         theirs = {name: text.sha256 for name, text in known.info.others.items()}
         if known.info.sha256 == origin.hashes["train"] and theirs == others:
-            return known
-    return None
+            found = found or known
+            if is_untouched(known.run_dir, known.info, SPLITS):
+                return known
+    return found
 
 
 def with_rules(stores: Sequence[StoredRun], rules: str) -> list[StoredRun]:
@@ -153,7 +167,7 @@ def take_store(known: StoredRun, origin: Origin, run_dir: Path) -> Iterator[Prog
     """
     data, is_linked = known.run_dir / "data", True
     try:
-        names = yield from _check(known)
+        names, is_checked = yield from _check(known)
     except UserError as error:  # the text is prepared anew, so there is nothing to be done about it
         raise UserError(str(error).removesuffix(f"; {remedy_for(data / 'store.json')}")) from error
     tokenizer = load_tokenizer(known.run_dir)
@@ -164,15 +178,16 @@ def take_store(known: StoredRun, origin: Origin, run_dir: Path) -> Iterator[Prog
     with files.folder_whole(run_dir / "data") as folder:
         for name in names:
             is_linked &= yield from _take(data / name, folder / name)
+        info = _restamped(info, folder)
         write_store_info(folder, info)
-    yield Taken(info, tokenizer, is_linked)
+    yield Taken(info, tokenizer, is_linked, is_checked)
 
 
-def _check(known: StoredRun) -> Generator[Progress, None, list[str]]:
-    """Return the names of a store's files, which are as they were written.
+def _check(known: StoredRun) -> Generator[Progress, None, tuple[list[str], bool]]:
+    """Return the names of a store's files, which look as they were written, and whether they surely are.
 
     Raises:
-        UserError: one is not.
+        UserError: one is not as it was written.
     """
     names = []
     for split in SPLITS:
@@ -184,8 +199,10 @@ def _check(known: StoredRun) -> Generator[Progress, None, list[str]]:
                 with open_counts(known.run_dir, split) as counts:
                     names.append(counts.path.name)
                     names += [] if counts.left_out is None else [counts.left_out.name]
-    yield from check_store(known.run_dir, known.info, SPLITS)
-    return names
+    is_checked = not is_untouched(known.run_dir, known.info, SPLITS)
+    if is_checked:
+        yield from check_store(known.run_dir, known.info, SPLITS)
+    return names, is_checked
 
 
 def _take(source: Path, target: Path) -> Generator[Progress, None, bool]:
@@ -229,6 +246,18 @@ def _renamed(info: StoreInfo, origin: Origin) -> StoreInfo:
         survey=origin.survey,
         notices=tuple(_rename(notice, names) for notice in info.notices),
     )
+
+
+def _restamped(info: StoreInfo, folder: Path) -> StoreInfo:
+    """Record the inodes and times that the files have here, so that they are known as untouched later."""
+    splits = {}
+    for split, part in info.splits.items():
+        held = {}
+        for name, file in part.files.items():
+            status = (folder / f"{split}.{name}").stat()
+            held[name] = dataclasses.replace(file, inode=status.st_ino, mtime_ns=status.st_mtime_ns)
+        splits[split] = dataclasses.replace(part, files=held)
+    return dataclasses.replace(info, splits=splits)
 
 
 def _rename(notice: str, names: Mapping[str, str]) -> str:

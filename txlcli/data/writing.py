@@ -1,6 +1,7 @@
 """The files of a split, as its pieces come in."""
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -92,8 +93,9 @@ class _HashedFile:
         self._n_bytes += len(data)
 
     def info(self) -> FileInfo:
-        """Say what it is."""
-        return FileInfo(self._n_bytes, self._digest.hexdigest())
+        """Say what it is, once it is closed."""
+        status = os.stat(self.file.name)  # noqa: PTH116
+        return FileInfo(self._n_bytes, self._digest.hexdigest(), status.st_ino, status.st_mtime_ns)
 
     def close(self) -> None:
         """Let the file go."""
@@ -126,7 +128,7 @@ class _CountsFile:
             self._file.write(counts.tobytes())
 
     def info(self) -> FileInfo:
-        """Say what it is."""
+        """Say what it is, once it is closed."""
         return self._file.info()
 
     def close(self) -> None:
@@ -166,7 +168,7 @@ class _GapsFile:
         self._n_bytes += encoded.n_left_out
 
     def info(self) -> FileInfo:
-        """Say what it is."""
+        """Say what it is, once it is closed."""
         return self._file.info()
 
     def close(self) -> None:

@@ -150,6 +150,8 @@ class Ready:
         origins: Where each setting comes from, by name.
         budget: The time that the run was asked to take; None: it was not measured.
         step: The step that it goes on from.
+        is_checked: Its ids are surely those that were written; else training holds them against their
+            checksums beside its first steps.
     """
 
     run: Run
@@ -157,6 +159,7 @@ class Ready:
     origins: dict[str, str]
     budget: "Budget | None" = None
     step: int = 0
+    is_checked: bool = False
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,9 @@ SMOOTHING = 0.95
 OVERRUN = 1.1
 REFRESH_S = 0.5
 
+TOLD_S = 1.0
+"""Seconds that a training waits for its ids to be checked before it says so."""
+
 
 def train(
     run: Run,
@@ -43,6 +46,7 @@ def train(
     should_stop: Callable[[], bool] = lambda: False,
     stop_at: int | None = None,
     budget: Budget | None = None,
+    is_checked: bool = False,
 ) -> Iterator[Event]:
     """Train a run to `config.train.steps`, from its last checkpoint if it has one, yielding what happened.
 
@@ -53,18 +57,19 @@ def train(
             ends as interrupted.
         stop_at: Save and end after this step; length and learning rates stay those of the whole run.
         budget: The time that the run should take; running over is said once.
+        is_checked: As `Ready` says; else nothing is scored or saved before the ids are known to be sound.
 
     Raises:
         NonFinite: loss or gradient norm were not finite too often, or weights are not.
-        UserError: a file cannot be read or written, another process trains this run, or the device has too
-            little memory.
+        UserError: a file cannot be read or written or is damaged, another process trains this run, or the
+            device has too little memory.
     """
     with ExitStack() as stack:
         stack.enter_context(run_on(config.machine))
         unlocked = stack.enter_context(writing(run))
         session = None
         try:
-            session = Session.open(run, config, stack)
+            session = Session.open(run, config, stack, is_checked=is_checked)
             session.notices[:0] = [] if unlocked is None else [Notice(unlocked)]
             first, stop = session.state.counters.step, min(session.steps, stop_at or session.steps)
             stack.enter_context(session.state.batches.reading_ahead(first, stop))
@@ -93,8 +98,11 @@ def _run(
         yield from save(session)
     yield from _compile(session, should_stop)
     while True:
+        if not session.check.is_done() and session.is_evaluation_missing():
+            yield from _checked(session)
         is_best = yield from evaluate_if_due(session, should_stop)
         if session.saved != session.progress and (is_best or session.is_due(config.train.save_every)):
+            yield from _checked(session)
             yield from save(session)
         reason = _reason_to_end(session, should_stop, stop_at)
         if reason is not None:
@@ -105,6 +113,7 @@ def _run(
         yield from _tell(session, result, rate, clock)
         yield from clock.overrun()
     if session.saved != session.progress:
+        yield from _checked(session)
         yield from save(session)
     counters = session.state.counters
     yield Finished(
@@ -120,6 +129,21 @@ def _run(
         is_best_lost=session.is_best_lost,
         has_test=config.data.test is not None,
     )
+
+
+def _checked(session: Session) -> Iterator[Event]:
+    """Wait until the ids are known to be sound.
+
+    Raises:
+        UserError: they are not.
+    """
+    if session.check.is_done(TOLD_S):
+        return
+    yield Notice(
+        f"{session.run.data_folder}: nothing is scored or saved before its ids are checked; waiting for that"
+    )
+    while not session.check.is_done(REFRESH_S):
+        yield Progress("checking the ids", session.check.n_read, session.check.n_bytes, "bytes")
 
 
 def _reason_to_end(session: Session, should_stop: Callable[[], bool], stop_at: int | None) -> str | None:

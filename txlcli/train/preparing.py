@@ -191,7 +191,7 @@ def _prepare(request: Request, place: Place, stack: ExitStack) -> Generator[Even
         return None
     origins = {leaf.name: planned[leaf.name].origin if leaf.name in planned else DEFAULT for leaf in LEAVES}
     write_whole(run.config_path, dump(config, origins).encode())
-    return Ready(run, config, origins, budget)
+    return Ready(run, config, origins, budget, is_checked=taken is None or taken.is_checked)
 
 
 class _Settled(NamedTuple):

@@ -22,7 +22,7 @@ from txlcli.config import (
     read_settings,
     value_of,
 )
-from txlcli.data import StoreInfo, check_store, steps_per_epoch
+from txlcli.data import StoreInfo, check_store, is_untouched, steps_per_epoch
 from txlcli.device import choose_device, choose_precision
 from txlcli.files import describe_error, write_whole
 from txlcli.plan import MINUTES, Facts, Known, Measured, last_eval_is_whole, minutes_text, steps_within
@@ -48,7 +48,7 @@ from txlcli.train.events import Budget, Event, Finished, Notice, Progress, Ready
 from txlcli.train.optim import learning_rate
 from txlcli.train.preparing import begin_again
 from txlcli.train.request import choose_attention
-from txlcli.train.session import RESTORE_REMEDY, find_saved, look_for_best, read_text, settle
+from txlcli.train.session import RESTORE_REMEDY, TRAINED, find_saved, look_for_best, read_text, settle
 from txlcli.train.state import Counters, read_counters
 
 
@@ -112,10 +112,12 @@ def _make_ready(
     if newest is not None:
         with remedied(RESTORE_REMEDY):
             check_model(newest, config.model, info.n_vocab)
-    for done in check_store(run.folder, info, ("train", "valid")):
-        yield Progress(done.stage, done.done_bytes, done.total_bytes, "bytes")
-        if should_stop():
-            return
+    is_checked = not is_untouched(run.folder, info, TRAINED)
+    if is_checked:
+        for done in check_store(run.folder, info, TRAINED):
+            yield Progress(done.stage, done.done_bytes, done.total_bytes, "bytes")
+            if should_stop():
+                return
     yield from _corpus_notices(info, should_stop)
 
     old_steps, budget = config.train.steps, None
@@ -185,7 +187,7 @@ def _make_ready(
             has_test=config.data.test is not None,
         )
         return
-    yield Ready(run, config, origins, budget, saved.step)
+    yield Ready(run, config, origins, budget, saved.step, is_checked)
 
 
 def _read_saved(run: Run) -> tuple[Path | None, Counters]:

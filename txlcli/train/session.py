@@ -20,7 +20,17 @@ from txlcli.checkpoint import (
     show_setting,
 )
 from txlcli.config import LEAVES, Config, SettingError, blame, flatten, read_settings
-from txlcli.data import Batches, Counts, StoreInfo, TokenStore, open_counts, open_split, read_store_info
+from txlcli.data import (
+    Batches,
+    CheckBeside,
+    Counts,
+    Split,
+    StoreInfo,
+    TokenStore,
+    open_counts,
+    open_split,
+    read_store_info,
+)
 from txlcli.device import choose_device, choose_precision, environment
 from txlcli.evaluate import Score
 from txlcli.files import look_at
@@ -45,6 +55,9 @@ from txlcli.train.optim import learning_rate
 from txlcli.train.state import Counters, StepResult, TrainState, is_finite
 
 INIT_REMEDY = "begin with the weights of another run"
+TRAINED: tuple[Split, ...] = ("train", "valid")
+"""The parts of the text that a training reads."""
+
 RESTORE_REMEDY = "delete its folder to resume from the step before"
 
 _SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -66,6 +79,7 @@ class Session:
     info: StoreInfo
     valid: TokenStore | None
     counts: Counts | None
+    check: CheckBeside
     notices: list[Notice] = field(default_factory=list)
     saved: tuple[int, int, bool] | None = None
     """How far the newest checkpoint is, as `progress` says it."""
@@ -75,8 +89,11 @@ class Session:
     last_score: Score | None = None
 
     @classmethod
-    def open(cls, run: Run, config: Config, stack: ExitStack) -> "Session":
-        """Open the store and build or restore the state; only for the run's one writer."""
+    def open(cls, run: Run, config: Config, stack: ExitStack, *, is_checked: bool) -> "Session":
+        """Open the store and build or restore the state; only for the run's one writer.
+
+        Unless the ids are known to be sound, from here on they are checked in a thread.
+        """
         left = sweep_run(run)
         device = choose_device(config.machine.device)
         precision = choose_precision(config.machine.precision, device, training=True)
@@ -98,7 +115,8 @@ class Session:
                 )
         except SettingError as error:  # a config.yaml changed by hand no longer fits the vocabulary
             raise blame(error, read_settings(run.config_path)) from None
-        session = cls(run, config, state, tokenizer, info, valid, counts)
+        check = stack.enter_context(CheckBeside(run.folder, info, () if is_checked else TRAINED))
+        session = cls(run, config, state, tokenizer, info, valid, counts, check)
         session.notices += [
             Notice(f"{path}: is left over, and cannot be removed; remove it by hand") for path in left
         ]
