@@ -348,7 +348,7 @@ def test_what_waits_for_the_check_says_so(
         kinds.append(type(event))
         if isinstance(event, Notice):
             assert event.text == (
-                f"{second.data_folder}: nothing is scored or saved before its ids are checked; waiting for that"
+                f"{second.data_folder}: nothing is scored or saved before its ids are checked; waiting"
             )
         if isinstance(event, Progress) and event.stage == CHECKING:
             gate.set()

@@ -980,7 +980,7 @@ def test_the_place_in_a_packed_file_is_one_of_what_it_holds(tmp_path: Path) -> N
 
 
 def test_unpacking_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("txlcli.sources.corpus.CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr("txlcli.sources.search.CHUNK_BYTES", 1 << 20)
     name = write(tmp_path, lzma.compress(os.urandom(3 << 20)))
     *progress, corpus = search_corpus([name], raw=True)
     assert isinstance(corpus, Corpus)

@@ -15,13 +15,11 @@ from txlcli.sources.corpus import (
     Source,
     Spaces,
     check_unchanged,
-    find_corpus,
-    find_encoding,
-    search_corpus,
 )
 from txlcli.sources.documents import NotJsonLines, Part
 from txlcli.sources.fault import NotText
 from txlcli.sources.read import find_marks, find_place, read_chunks, read_text
+from txlcli.sources.search import find_corpus, find_encoding, search_corpus
 from txlcli.sources.split import find_split
 from txlcli.sources.survey import (
     VALID_BYTES_MAX,

@@ -139,9 +139,7 @@ def _checked(session: Session) -> Iterator[Event]:
     """
     if session.check.is_done(TOLD_S):
         return
-    yield Notice(
-        f"{session.run.data_folder}: nothing is scored or saved before its ids are checked; waiting for that"
-    )
+    yield Notice(f"{session.run.data_folder}: nothing is scored or saved before its ids are checked; waiting")
     while not session.check.is_done(REFRESH_S):
         yield Progress("checking the ids", session.check.n_read, session.check.n_bytes, "bytes")
 
