@@ -342,6 +342,14 @@ def is_folder(path: Path) -> bool:
     return status is not None and stat.S_ISDIR(status.st_mode)
 
 
+def inode_of(status: os.stat_result) -> int | None:
+    """Return what tells a file from all others of its disk, as long as it is there; None: nothing does.
+
+    Nothing that is kept depends on the numbers of Windows, which may have 128 bits.
+    """
+    return status.st_ino if os.name != "nt" and status.st_ino > 0 else None
+
+
 def describe_kind(mode: int) -> str | None:
     """Say what a thing that is no regular file is, by its `st_mode`; None for a regular file."""
     kinds = {

@@ -22,8 +22,8 @@ The folder `data/` of a run is written whole or not at all and holds, for each s
 
       {"checksum": "5e8c...", "splits": {"train": {"files": {"ids": {"n_bytes": 9, "sha256": "03ab..."}}, ...
 
-  so damage of a disk or of a copy is noticed: before a split is scored, and before anything is saved by a
-  training that goes on or has taken the store of another run (see `damage`). A store that has neither was
+  so damage of a disk or of a copy is noticed: before a split is scored, and before a training that goes
+  on, or has taken the store of another run, saves what it learns (see `damage`). A store that has neither was
   written by an older version: of its files no more is known than their sizes.
 
 None of these files is changed once it is there (but for the time of damaged ones, so that they do not pass
@@ -35,7 +35,7 @@ the next one in the file is counted with it: its bytes, its characters, no word.
 
 from typing import TYPE_CHECKING, Any
 
-from txlcli.data.damage import CheckBeside, check_store, is_untouched
+from txlcli.data.damage import CHECKING, CheckBeside, check_store, is_untouched
 from txlcli.data.info import SourceInfo, Split, SplitInfo, StoreInfo, TextInfo, read_store_info
 from txlcli.data.origin import Look, Origin, hash_rules, reading_rules
 from txlcli.data.prepare import Prepared, encode_text, prepare
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "CHECKING",
     "Batches",
     "CheckBeside",
     "Counts",

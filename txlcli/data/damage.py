@@ -2,25 +2,28 @@
 
 Their sha256 says so for sure, and takes a second for each gigabyte. Files whose size, inode and modification
 time are as recorded are therefore used at once, and hashed in a thread beside the first steps of a training,
-which saves nothing before that is done. All others are hashed first.
+which saves nothing of what it learns before that is done. All others are hashed first. Files that turn out
+to be damaged get the time of now, so that from then on they are hashed first, by whoever shares them.
 """
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 
-from txlcli import UserError
+from txlcli import UserError, files
 from txlcli.checksums import check_written
 from txlcli.data.info import FileInfo, Split, StoreInfo, remedy_for, telling_remedy
 from txlcli.sources import Progress
+
+CHECKING = "checking the ids"
 
 # Fewer bytes are hashed within a moment, of which nobody needs to be told.
 WATCHED_BYTES = 1 << 26
 
 
-def check_store(run_dir: Path, info: StoreInfo, splits: Sequence[Split]) -> Iterator[Progress]:
+def check_store(run_dir: Path, info: StoreInfo, splits: Sequence[Split]) -> Generator[Progress, None, None]:
     """Hold the files of some splits of a run against their checksums; one that is not held is passed over.
 
     A store of an older version has none: of its files no more is known than their sizes.
@@ -32,15 +35,29 @@ def check_store(run_dir: Path, info: StoreInfo, splits: Sequence[Split]) -> Iter
     done, total = 0, sum(file.n_bytes for file in written.values())
     for path, file in written.items():
         with telling_remedy(path):
-            for n_read in check_written(path, file.n_bytes, file.sha256, remedy_for(path)):
-                done += n_read
-                if total >= WATCHED_BYTES:
-                    yield Progress("checking the ids", done, total)
+            try:
+                for n_read in check_written(path, file.n_bytes, file.sha256, remedy_for(path)):
+                    done += n_read
+                    if total >= WATCHED_BYTES:
+                        yield Progress(CHECKING, done, total)
+            except UserError:
+                distrust(path)
+                raise
+
+
+def distrust(path: Path) -> None:
+    """Let a damaged file pass for untouched no longer, as far as this user may."""
+    with suppress(OSError, NotImplementedError):
+        os.utime(path, follow_symlinks=False)
 
 
 def is_untouched(run_dir: Path, info: StoreInfo, splits: Sequence[Split]) -> bool:
-    """Say whether the files of some splits look as they did when they were written."""
-    return all(_is_untouched(path, file) for path, file in _written(run_dir, info, splits).items())
+    """Say whether the files of some splits look as they did when they were written.
+
+    Of a store of an older version nobody knows.
+    """
+    written = _written(run_dir, info, splits)
+    return bool(written) and all(_is_untouched(path, file) for path, file in written.items())
 
 
 class CheckBeside:
@@ -52,13 +69,12 @@ class CheckBeside:
     """
 
     def __init__(self, run_dir: Path, info: StoreInfo, splits: Sequence[Split]) -> None:
-        self._written = _written(run_dir, info, splits)
-        self._checking = check_store(run_dir, info, splits)
-        self.n_bytes = sum(file.n_bytes for file in self._written.values())
+        self.n_bytes = sum(file.n_bytes for file in _written(run_dir, info, splits).values())
         self.n_read = 0
+        self._checking = check_store(run_dir, info, splits)
         self._fault: BaseException | None = None
         self._is_over = False
-        self._thread = threading.Thread(target=self._check, name="checking the ids", daemon=True)
+        self._thread = threading.Thread(target=self._check, name=CHECKING, daemon=True)
 
     def __enter__(self) -> "CheckBeside":
         self._thread.start()
@@ -83,16 +99,11 @@ class CheckBeside:
 
     def _check(self) -> None:
         try:
-            for done in self._checking:
-                self.n_read = done.done_bytes
-                if self._is_over:
-                    return
-        except UserError as error:
-            self._fault = error
-            # Else the next to come would take them for untouched as well.
-            for path in self._written:
-                with suppress(OSError):
-                    os.utime(path)
+            with closing(self._checking) as checking:
+                for done in checking:
+                    self.n_read = done.done_bytes
+                    if self._is_over:
+                        return
         except BaseException as error:
             self._fault = error
 
@@ -113,5 +124,5 @@ def _is_untouched(path: Path, file: FileInfo) -> bool:
         status = path.lstat()
     except OSError:
         return False
-    now = (status.st_size, status.st_ino, status.st_mtime_ns)
-    return now == (file.n_bytes, file.inode, file.mtime_ns)
+    now = (status.st_size, files.inode_of(status), status.st_mtime_ns)
+    return file.inode is not None and now == (file.n_bytes, file.inode, file.mtime_ns)

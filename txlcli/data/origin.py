@@ -9,7 +9,6 @@ The time of change is set by the system alone, so text that is replaced behind a
 import dataclasses
 import hashlib
 import json
-import os
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -51,15 +50,15 @@ class Look:
                 status = source.path.stat()
             except OSError as error:
                 raise UserError(f"{source.name}: cannot be read; {files.describe_error(error)}") from error
-            # Windows has neither: its time of change is that of creation.
-            is_told = os.name != "nt" and status.st_ino > 0
+            inode = files.inode_of(status)
             sources.append(
                 SourceInfo(
                     path=source.name,
                     n_bytes=status.st_size,
                     mtime_ns=status.st_mtime_ns,
-                    inode=status.st_ino if is_told else None,
-                    ctime_ns=status.st_ctime_ns if is_told else None,
+                    inode=inode,
+                    # Where there is no inode either it is the time of creation.
+                    ctime_ns=None if inode is None else status.st_ctime_ns,
                 )
             )
         return cls(tuple(sources), tuple(source.path for source in corpus.sources), at_ns)

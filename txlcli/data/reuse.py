@@ -140,6 +140,8 @@ def find_store(stores: Sequence[StoredRun], origin: Origin) -> StoredRun | None:
 
     One whose files nobody has touched is taken rather than others.
     """
+    if None in origin.hashes.values():
+        return None  # a file changed as it was read
     others = {name: value for name, value in origin.hashes.items() if name != "train"}
     found = None
     for known in with_rules(stores, origin.rules):
@@ -156,18 +158,27 @@ def with_rules(stores: Sequence[StoredRun], rules: str) -> list[StoredRun]:
     return [known for known in stores if known.info.rules == rules]
 
 
-def take_store(known: StoredRun, origin: Origin, run_dir: Path) -> Iterator[Progress | Taken]:
+def take_store(
+    known: StoredRun, origin: Origin, run_dir: Path, *, is_checked: bool
+) -> Iterator[Progress | Taken]:
     """Give a run the store and the tokenizer of another; the last event is `Taken`.
 
     The store's files are hard links; where links cannot be, copies. The other run may be a stranger's: a link
     in place of a file, which could lead to anything of the user's, is refused.
+
+    Args:
+        known: The other run.
+        origin: What is known of this run's texts.
+        run_dir: This run.
+        is_checked: All files are held against their checksums, also where nobody has touched them. Those of
+            the test text, which no training looks at, always are.
 
     Raises:
         UserError: the other's are damaged, or the disk is too small.
     """
     data, is_linked = known.run_dir / "data", True
     try:
-        names, is_checked = yield from _check(known)
+        names, is_checked = yield from _check(known, is_checked)
     except UserError as error:  # the text is prepared anew, so there is nothing to be done about it
         raise UserError(str(error).removesuffix(f"; {remedy_for(data / 'store.json')}")) from error
     tokenizer = load_tokenizer(known.run_dir)
@@ -178,13 +189,14 @@ def take_store(known: StoredRun, origin: Origin, run_dir: Path) -> Iterator[Prog
     with files.folder_whole(run_dir / "data") as folder:
         for name in names:
             is_linked &= yield from _take(data / name, folder / name)
-        info = _restamped(info, folder)
+        if is_checked or not is_linked:
+            info = _restamped(info, folder)
         write_store_info(folder, info)
     yield Taken(info, tokenizer, is_linked, is_checked)
 
 
-def _check(known: StoredRun) -> Generator[Progress, None, tuple[list[str], bool]]:
-    """Return the names of a store's files, which look as they were written, and whether they surely are.
+def _check(known: StoredRun, is_checked: bool) -> Generator[Progress, None, tuple[list[str], bool]]:
+    """Return the names of a store's files, which look as they were written, and whether all surely are.
 
     Raises:
         UserError: one is not as it was written.
@@ -199,9 +211,8 @@ def _check(known: StoredRun) -> Generator[Progress, None, tuple[list[str], bool]
                 with open_counts(known.run_dir, split) as counts:
                     names.append(counts.path.name)
                     names += [] if counts.left_out is None else [counts.left_out.name]
-    is_checked = not is_untouched(known.run_dir, known.info, SPLITS)
-    if is_checked:
-        yield from check_store(known.run_dir, known.info, SPLITS)
+    is_checked |= not is_untouched(known.run_dir, known.info, SPLITS)
+    yield from check_store(known.run_dir, known.info, SPLITS if is_checked else ("test",))
     return names, is_checked
 
 
@@ -255,7 +266,7 @@ def _restamped(info: StoreInfo, folder: Path) -> StoreInfo:
         held = {}
         for name, file in part.files.items():
             status = (folder / f"{split}.{name}").stat()
-            held[name] = dataclasses.replace(file, inode=status.st_ino, mtime_ns=status.st_mtime_ns)
+            held[name] = dataclasses.replace(file, inode=files.inode_of(status), mtime_ns=status.st_mtime_ns)
         splits[split] = dataclasses.replace(part, files=held)
     return dataclasses.replace(info, splits=splits)
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from txlcli import UserError, files
+from txlcli.data.damage import distrust
 from txlcli.data.info import Split, SplitInfo, StoreInfo, read_store_info, remedy_for, telling_remedy
 
 Ids: TypeAlias = npt.NDArray[np.int64]
@@ -38,6 +39,7 @@ class TokenStore:
         """Return the same ids in the type that the file holds, read-only."""
         ids = _read_items(self._fd, self.path, self._dtype, start, stop, self.n_tokens)
         if ids.size and int(ids.max()) >= self.n_vocab:
+            distrust(self.path)
             raise UserError(
                 f"{self.path}: damaged; got id {int(ids.max())} in a vocabulary of {self.n_vocab}; "
                 f"{remedy_for(self.path)}"

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from txlcli.data.encoding import Encoded
 from txlcli.data.info import FileInfo, SplitInfo
+from txlcli.files import inode_of
 
 BLOCK_ITEMS = 1 << 20
 
@@ -95,7 +96,7 @@ class _HashedFile:
     def info(self) -> FileInfo:
         """Say what it is, once it is closed."""
         status = os.stat(self.file.name)  # noqa: PTH116
-        return FileInfo(self._n_bytes, self._digest.hexdigest(), status.st_ino, status.st_mtime_ns)
+        return FileInfo(self._n_bytes, self._digest.hexdigest(), inode_of(status), status.st_mtime_ns)
 
     def close(self) -> None:
         """Let the file go."""

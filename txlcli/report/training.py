@@ -82,8 +82,9 @@ class Training:
         elif self.screen.is_quiet:
             return
         elif isinstance(event, train.Progress):
-            # An evaluation in between leaves the bar of the training standing.
-            if self._first is None:
+            # An evaluation in between leaves the bar of the training standing; a check that it waits for not.
+            if self._first is None or event.unit == "bytes":
+                self._take_bar()
                 self._stages.show(event.stage, event.done, event.total, event.unit)
         elif isinstance(event, train.Stepped):
             self._stepped(event)
@@ -119,9 +120,16 @@ class Training:
         close_bar(self._bar)
         self._bar = None
 
+    def _take_bar(self) -> None:
+        """Take the bar of the training away until the next step."""
+        if self._bar is not None:
+            self._bar.leave = False
+        close_bar(self._bar)
+        self._bar = None
+
     def _stepped(self, event: "Stepped") -> None:
+        self._stages.close()
         if self._first is None:
-            self._stages.close()
             self._first, self._first_s = event, time.monotonic()
         if not self.screen.is_animated:
             n_lines = event.step * _LINES_PER_RUN // event.steps

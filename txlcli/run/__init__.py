@@ -75,7 +75,6 @@ __all__ = [
     "discard_run",
     "dump_json",
     "has_saved_metrics",
-    "json_fault",
     "latest_run",
     "list_checkpoints",
     "list_runs",

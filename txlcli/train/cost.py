@@ -18,7 +18,7 @@ from txlcli.data import Batches, open_counts, open_split, read_store_info
 from txlcli.device import choose_device, choose_precision
 from txlcli.evaluate import EvalProgress, evaluate
 from txlcli.model import TransformerXL, clusters_of
-from txlcli.plan import Measured
+from txlcli.plan import Known, Measured
 from txlcli.run import Run, list_checkpoints
 from txlcli.tokenizer import Tokenizer
 from txlcli.train.evaluating import sample_text
@@ -169,6 +169,11 @@ def check_disk(config: Config, n_vocab: int, run: Run, remedy: str) -> None:
 def without_length(settings: Settings) -> Config:
     """Build settings whose length is still open."""
     return build({name: sourced for name, sourced in settings.items() if name not in LENGTHS})
+
+
+def is_timed(settings: Settings) -> bool:
+    """Say whether steps must be timed to settle the length: neither steps nor epochs are set."""
+    return not any(Known(settings).has(name) for name in ("steps", "epochs"))
 
 
 class Interrupted(Exception):

@@ -17,6 +17,7 @@ from txlcli.data import (
     with_rules,
 )
 from txlcli.tokenizer import Tokenizer, build_tokenizer, load_tokenizer, sampled_bytes
+from txlcli.train.cost import is_timed
 from txlcli.train.events import Event, Notice, Progress
 from txlcli.train.place import clear
 from txlcli.train.request import Request
@@ -43,7 +44,8 @@ def take(request: Request, settings: Settings, texts: Texts) -> Generator[Event,
     if known is None:
         return None
     try:
-        for event in take_store(known, origin, texts.run.folder):
+        # Steps that are timed read the ids; they take much longer than to check these.
+        for event in take_store(known, origin, texts.run.folder, is_checked=is_timed(settings)):
             if isinstance(event, Taken):
                 how = "by hard links" if event.is_linked else "as copies"
                 yield Notice(

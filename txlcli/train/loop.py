@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 
 from txlcli import UserError
 from txlcli.config import Config
-from txlcli.data import SplitInfo
+from txlcli.data import CHECKING, SplitInfo
 from txlcli.files import describe_error
 from txlcli.plan import minutes_text
 from txlcli.run import Run, append_metrics, read_bits_per_byte, writing
@@ -57,7 +57,8 @@ def train(
             ends as interrupted.
         stop_at: Save and end after this step; length and learning rates stay those of the whole run.
         budget: The time that the run should take; running over is said once.
-        is_checked: As `Ready` says; else nothing is scored or saved before the ids are known to be sound.
+        is_checked: As `Ready` says; else nothing is scored, and nothing that was learned is
+            saved, before the ids are known to be sound.
 
     Raises:
         NonFinite: loss or gradient norm were not finite too often, or weights are not.
@@ -141,7 +142,7 @@ def _checked(session: Session) -> Iterator[Event]:
         return
     yield Notice(f"{session.run.data_folder}: nothing is scored or saved before its ids are checked; waiting")
     while not session.check.is_done(REFRESH_S):
-        yield Progress("checking the ids", session.check.n_read, session.check.n_bytes, "bytes")
+        yield Progress(CHECKING, session.check.n_read, session.check.n_bytes, "bytes")
 
 
 def _reason_to_end(session: Session, should_stop: Callable[[], bool], stop_at: int | None) -> str | None:

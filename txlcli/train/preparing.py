@@ -39,7 +39,14 @@ from txlcli.plan import (
 )
 from txlcli.run import RUNS, Run, discard_run, new_run, read_asked, sweep_run, write_asked, writing
 from txlcli.tokenizer import Tokenizer
-from txlcli.train.cost import Interrupted, check_fits, leave_out_failed_compile, measure, without_length
+from txlcli.train.cost import (
+    Interrupted,
+    check_fits,
+    is_timed,
+    leave_out_failed_compile,
+    measure,
+    without_length,
+)
 from txlcli.train.events import Budget, Event, Notice, Planned, Progress, Ready
 from txlcli.train.ids import encode, make_tokenizer, take
 from txlcli.train.optim import has_muon
@@ -222,7 +229,7 @@ def _settle_length(
         )
         return measured
 
-    if not any(Known(settings).has(name) for name in ("steps", "epochs")):
+    if is_timed(settings):
         is_compiled = value_of(settings, "compile")
         stage = "compiling and timing a few steps" if is_compiled else "timing a few steps"
         yield Progress(stage, 0, 0, "steps", is_deaf=is_compiled)

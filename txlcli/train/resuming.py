@@ -2,9 +2,10 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from txlcli import UserError
 from txlcli.checkpoint import check_model, load_values, remedied
@@ -70,7 +71,8 @@ def resume(
 
     Raises:
         UserError: something else is to be changed, the length is below the saved step, another process
-            trains this run, its checkpoints are gone, it or its store is damaged, or it cannot be written to.
+            trains this run, its checkpoints are gone, it is damaged, so is its store (where nobody seems to
+            have touched that, `train` finds it), or it cannot be written to.
     """
     started = time.monotonic()
     for name, sourced in changes.items():
@@ -87,6 +89,8 @@ def resume(
                     end = event
                 else:
                     yield event
+        except Interrupted:
+            return
         except OSError as error:
             raise UserError(f"{run.folder}: cannot be written; {describe_error(error)}") from error
     if end is not None:
@@ -100,7 +104,7 @@ def _make_ready(
         yield from begin_again(run, changes, should_stop=should_stop)
         return
     settings = read_settings(run.config_path)
-    config = build(settings)
+    old = build(settings)
     refuse_converted(
         run,
         "which has no training to continue; begin one with its weights: "
@@ -111,83 +115,28 @@ def _make_ready(
     info, _ = read_text(run)
     if newest is not None:
         with remedied(RESTORE_REMEDY):
-            check_model(newest, config.model, info.n_vocab)
-    is_checked = not is_untouched(run.folder, info, TRAINED)
-    if is_checked:
-        for done in check_store(run.folder, info, TRAINED):
-            yield Progress(done.stage, done.done_bytes, done.total_bytes, "bytes")
-            if should_stop():
-                return
-    yield from _corpus_notices(info, should_stop)
-
-    old_steps, budget = config.train.steps, None
+            check_model(newest, old.model, info.n_vocab)
     given = next((name for name in LENGTHS if name in changes), None)
-    settings = override(settings, changes)
-    attention, told = choose_attention(settings)
-    if "attention" not in settings or settings["attention"].value == "auto":
-        settings = settings | {"attention": Sourced(attention, "plan: runs best here")}
-    if given == "minutes" or (given is None and old_steps is None):
-        yield Progress("measuring steps", 0, 0, "steps", is_deaf=build(settings).machine.compile)
-    device = choose_device(value_of(settings, "device"))
-    check_fits(without_length(settings), info.n_vocab, device, None)
-    try:
-        settings, budget, measured = _settle_length(run, settings, info, saved.step, started, should_stop)
-    except Interrupted:
-        return
-    settings = yield from leave_out_failed_compile(settings, measured)
-    config = build(settings)
-    steps = config.train.steps
-    assert steps is not None
-    if steps < saved.step:
-        raise UserError(
-            f"--{given}: below the saved step; got {steps} steps, {run.folder} is at step {saved.step}; "
-            f"give {saved.step} or more"
-        )
-    choose_precision(config.machine.precision, device, training=True)
-    reason = _reason_it_is_finished(config, info, saved)
+    is_timed = given == "minutes" or (given is None and old.train.steps is None)
+    # Steps that are timed read the ids; they take much longer than to check these.
+    is_checked = is_timed or not is_untouched(run.folder, info, TRAINED)
+    if is_checked:
+        yield from _check(run, info, should_stop)
+    yield from _corpus_notices(info, should_stop)
+    if is_timed:
+        compiles = value_of(override(settings, changes), "compile")
+        yield Progress("measuring steps", 0, 0, "steps", is_deaf=compiles)
+    settled = yield from _settle(run, override(settings, changes), given, info, saved, started, should_stop)
+    reason = _reason_it_is_finished(settled.config, info, saved)
     if reason is None:
-        check_disk(config, info.n_vocab, run, "free some space, then resume again")
+        check_disk(settled.config, info.n_vocab, run, "free some space, then resume again")
         check_writable(run)
-    if told is not None:
-        yield Notice(f"attention: {told}")
-    if steps != old_steps and old_steps is not None and steps > saved.step:
-        rates = [learning_rate(saved.step + 1, config.optim, n) for n in (old_steps, steps)]
-        yield Notice(
-            f"length {old_steps:,} -> {steps:,} steps: the learning rate of step {saved.step + 1:,} "
-            f"is {rates[1]:.4g} instead of {rates[0]:.4g}"
-        )
-    origins = read_origins(run.config_path)
-    changed = {name for name in settings if name in changes} | (set(LENGTHS) if given else set())
-    if measured is not None and measured.compile_fault is not None:
-        changed.add("compile")
-    if changed:
-        origins |= {name: settings[name].origin if name in settings else DEFAULT for name in changed}
-        write_whole(run.config_path, dump(config, origins).encode())
-    if reason is not None:
-        # Its training may have been killed just before it did this itself.
-        lost_best, notices = look_for_best(run, saved)
-        settle(run, saved, config.train.keep, lost_best)
-        yield from notices
-        yield Notice(
-            f"{run.folder}: is finished at step {saved.step:,}; a larger --steps continues it"
-            if reason == "length"
-            else f"{run.folder}: ended at step {saved.step:,}, its evaluations had stopped improving"
-        )
-        yield Finished(
-            step=saved.step,
-            run=run,
-            reason=reason,
-            best_step=saved.best_step,
-            best_nll=saved.best_nll,
-            best_bits_per_byte=read_bits_per_byte(run, saved.best_step),
-            best_score=None,
-            last_score=None,
-            mem_len=config.model.mem_len,
-            is_best_lost=lost_best is not None,
-            has_test=config.data.test is not None,
-        )
-        return
-    yield Ready(run, config, origins, budget, saved.step, is_checked)
+    yield from _told_rate(old, settled.config, saved.step)
+    origins = _write_changes(run, changes, settled)
+    if reason is None:
+        yield Ready(run, settled.config, origins, settled.budget, saved.step, is_checked)
+    else:
+        yield from _told_finished(run, settled.config, saved, reason)
 
 
 def _read_saved(run: Run) -> tuple[Path | None, Counters]:
@@ -197,6 +146,55 @@ def _read_saved(run: Run) -> tuple[Path | None, Counters]:
     """
     path, _ = find_saved(run)
     return path, Counters() if path is None else read_counters(load_values(path), path)
+
+
+def _check(run: Run, info: StoreInfo, should_stop: Callable[[], bool]) -> Iterator[Progress]:
+    for done in check_store(run.folder, info, TRAINED):
+        yield Progress(done.stage, done.done_bytes, done.total_bytes, "bytes")
+        if should_stop():
+            raise Interrupted
+
+
+class _Settled(NamedTuple):
+    """All settings, the time that was asked for, if any, and whether compiling failed as steps were timed."""
+
+    config: Config
+    settings: Settings
+    budget: Budget | None
+    has_failed_compile: bool
+
+
+def _settle(
+    run: Run,
+    settings: Settings,
+    given: str | None,
+    info: StoreInfo,
+    saved: Counters,
+    started: float,
+    should_stop: Callable[[], bool],
+) -> Generator[Event, None, _Settled]:
+    """Choose attention and length; `given` names what the length was given in just now."""
+    attention, told = choose_attention(settings)
+    if "attention" not in settings or settings["attention"].value == "auto":
+        settings = settings | {"attention": Sourced(attention, "plan: runs best here")}
+    device = choose_device(value_of(settings, "device"))
+    check_fits(without_length(settings), info.n_vocab, device, None)
+    settings, budget, measured = _settle_length(run, settings, info, saved.step, started, should_stop)
+    settings = yield from leave_out_failed_compile(settings, measured)
+    config = build(settings)
+    steps = config.train.steps
+    assert steps is not None
+    if steps < saved.step:
+        place = f"{run.config_path}: steps" if given is None else f"--{given}"
+        raise UserError(
+            f"{place}: below the saved step; got {steps} steps, {run.folder} is at step {saved.step}; "
+            f"give {saved.step} or more"
+        )
+    choose_precision(config.machine.precision, device, training=True)
+    if told is not None:
+        yield Notice(f"attention: {told}")
+    has_failed = measured is not None and measured.compile_fault is not None
+    return _Settled(config, settings, budget, has_failed)
 
 
 def _settle_length(
@@ -238,6 +236,57 @@ def _settle_length(
     origin = f"{minutes_text(minutes)} more at {measured.step_s:.3g} s a step, on resume"
     steps = Sourced(saved + more, origin)
     return override(settings, {"steps": steps}), Budget(started, 60 * minutes), measured
+
+
+def _told_rate(old: Config, new: Config, step: int) -> Iterator[Notice]:
+    """Say what another length does to the learning rate of the next step, if there is one."""
+    before, now = old.train.steps, new.train.steps
+    if before is None or now is None or now in (before, step):
+        return
+    rates = [learning_rate(step + 1, new.optim, steps) for steps in (before, now)]
+    yield Notice(
+        f"length {before:,} -> {now:,} steps: the learning rate of step {step + 1:,} "
+        f"is {rates[1]:.4g} instead of {rates[0]:.4g}"
+    )
+
+
+def _write_changes(run: Run, changes: Settings, settled: _Settled) -> dict[str, str]:
+    """Write what is set anew to the run's config.yaml; return where each setting comes from."""
+    origins, settings = read_origins(run.config_path), settled.settings
+    changed = {name for name in settings if name in changes}
+    if changes.keys() & set(LENGTHS):
+        changed |= set(LENGTHS)
+    if settled.has_failed_compile:
+        changed.add("compile")
+    if changed:
+        origins |= {name: settings[name].origin if name in settings else DEFAULT for name in changed}
+        write_whole(run.config_path, dump(settled.config, origins).encode())
+    return origins
+
+
+def _told_finished(run: Run, config: Config, saved: Counters, reason: str) -> Iterator[Event]:
+    """Do what ends a training, which may have been killed just before it did this itself, and say so."""
+    lost_best, notices = look_for_best(run, saved)
+    settle(run, saved, config.train.keep, lost_best)
+    yield from notices
+    yield Notice(
+        f"{run.folder}: is finished at step {saved.step:,}; a larger --steps continues it"
+        if reason == "length"
+        else f"{run.folder}: ended at step {saved.step:,}, its evaluations had stopped improving"
+    )
+    yield Finished(
+        step=saved.step,
+        run=run,
+        reason=reason,
+        best_step=saved.best_step,
+        best_nll=saved.best_nll,
+        best_bits_per_byte=read_bits_per_byte(run, saved.best_step),
+        best_score=None,
+        last_score=None,
+        mem_len=config.model.mem_len,
+        is_best_lost=lost_best is not None,
+        has_test=config.data.test is not None,
+    )
 
 
 def _reason_it_is_finished(config: Config, info: StoreInfo, saved: Counters) -> str | None:

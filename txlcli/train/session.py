@@ -55,10 +55,10 @@ from txlcli.train.optim import learning_rate
 from txlcli.train.state import Counters, StepResult, TrainState, is_finite
 
 INIT_REMEDY = "begin with the weights of another run"
+RESTORE_REMEDY = "delete its folder to resume from the step before"
+
 TRAINED: tuple[Split, ...] = ("train", "valid")
 """The parts of the text that a training reads."""
-
-RESTORE_REMEDY = "delete its folder to resume from the step before"
 
 _SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _PERMISSION = {errno.EACCES, errno.EPERM, errno.EROFS}
