@@ -324,9 +324,13 @@ def test_none_unsets_a_setting_of_the_file(monkeypatch, tmp_path):
         ("train --resume r", "r: no such run folder; `txl runs` lists those under runs/"),
         ("generate x", "got unexpected extra argument(s) (x); see txl generate --help"),
         ("generate --temperature -1", "--temperature: must be a finite number, 0 or more; got -1.0"),
-        ("generate --temperature nan", "--temperature: must be a finite number, 0 or more; got nan"),
+        ("generate --temperature nan", "--temperature: must be a number; got `nan`"),
+        ("generate --temperature 1e999", "--temperature: must be a finite number, 0 or more; got inf"),
         ("generate --temperature hot", "--temperature: must be a number; got `hot`"),
         ("generate --top-k -1", "--top-k: must be 0 (off) or more; got -1"),
+        ("generate --max-tokens 1_0", "--max-tokens: must be a whole number; got `1_0`"),
+        ("generate --temperature 0_1", "--temperature: must be a number; got `0_1`"),
+        ("generate --top-k \u0663", "--top-k: must be a whole number; got `\u0663`"),
         ("generate --top-k 1.5", "--top-k: must be a whole number; got `1.5`"),
         ("generate --top-p 0", "--top-p: must be above 0 and at most 1; got 0.0"),
         ("generate --top-p 1.5", "--top-p: must be above 0 and at most 1; got 1.5"),
@@ -354,6 +358,30 @@ def test_none_unsets_a_setting_of_the_file(monkeypatch, tmp_path):
 )
 def test_refusals(line, error):
     assert refusal(*line.split()) == error
+
+
+def test_an_empty_name_is_refused_by_every_argument_and_flag():
+    # As a path it is the working folder: all of it would be read, or written over.
+    told = []
+    for name, one in typer.main.get_command(main).commands.items():
+        for parameter in one.params:
+            flag = parameter.opts[0] if parameter.opts[0].startswith("--") else parameter.metavar
+            if not parameter.metavar or flag == "--prompt":
+                continue
+            given = [""] if flag == parameter.metavar else [flag, ""]
+            assert refusal(name, *given) == f"{flag}: must not be empty; got ``"
+            told.append(f"{name} {flag}")
+    paths = (
+        "train CORPUS --out --resume --config --valid --test --init --include --exclude",
+        "generate --run --prompt-file",
+        "eval FILE --run --per-token",
+        "convert SOURCE --out --vocab",
+        "bench --run --config",
+        "config --run --config",
+        "runs DIR",
+    )
+    for name, *flags in map(str.split, paths):
+        assert {f"{name} {flag}" for flag in flags} <= set(told)
 
 
 @pytest.mark.parametrize(
@@ -1051,6 +1079,31 @@ def test_runs(trained):
     (row,) = json.loads(run("runs", trained.parent, "--json").stdout)
     assert (row["run"], row["step"], row["steps"], row["tokenizer"]) == (str(trained), 12, 12, "char")
     assert row["settings"]["d_model"] == 16
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+def test_json_of_names_that_are_no_text(trained, text):
+    folder, file, settings = Path("runs/a\udce9"), text.rename("b\udce9.txt"), Path("c\udce9.yaml")
+    shutil.copytree(trained, folder)
+    origin = re.sub("corpus: .*", r'corpus: ["d\\uDCE9"]', (folder / "config.yaml").read_text(), count=1)
+    (folder / "config.yaml").write_text(origin)
+    settings.write_text("model: {n_layer: 1, d_model: 8, tgt_len: 4, mem_len: 4}\ndata: {tokenizer: byte}\n")
+
+    def told(*args):
+        return json.loads(
+            run(*args, "--json", "--quiet" if args[0] in ("eval", "bench") else "--json").stdout
+        )
+
+    scored = told("eval", file, "--run", folder)
+    assert (scored["file"], scored["run"]) == (str(file), str(folder))
+    assert [row["run"] for row in told("runs")] == [str(folder)]
+    assert told("config", "corpus", "--run", folder)["value"] == ["d\udce9"]
+    assert told("config", "n_layer", "-c", settings)["origin"] == f"{settings}:1"
+    quick = ["--device", "cpu", "--only", "generation", "--seconds", "0.001", "--repeats", "3"]
+    assert told("bench", "-c", settings, *quick)["model"] == str(settings)
+    assert json.loads(generate(folder, "--json").stdout)["tokens"] == 30
+    run("eval", "--run", folder, "--per-token", "e\udce9.tsv", "--quiet")
+    assert Path("e\udce9.tsv").exists()
 
 
 def test_a_damaged_run_does_not_hide_the_others(trained, tmp_path):

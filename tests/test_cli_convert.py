@@ -177,6 +177,14 @@ def test_the_conventions_in_words():
     assert dict(lines(make()))["text"] == "no vocabulary: no text can be read or written"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+def test_json_of_names_that_are_no_text():
+    source = shutil.copytree(BYTES, "from\udce9")
+    found = json.loads(run("convert", source, "--out", "to\udce9", "--json", "--quiet").stdout)
+    assert found["source"].startswith("from\udce9/")
+    assert found["run"] == "to\udce9"
+
+
 def test_json_lists_every_tensor_and_all_settings():
     result = run("convert", BYTES, "--out", "out", "--json", "--quiet")
     assert result.stderr == ""
@@ -254,11 +262,8 @@ def test_a_source_that_is_none_is_one_line_and_leaves_nothing(tmp_path):
     (tmp_path / "text.pt").write_bytes(b"\x80\x02cos\nsystem\nX\x02\x00\x00\x00lsR.")
     assert "os.system" in refusal("convert", "text.pt", "--out", "out")
     assert refusal("convert").startswith("SOURCE: ")
-    assert refusal("convert", "") == "SOURCE: the name is empty; name a checkpoint's file or folder"
-    assert refusal("convert", WORDS, "--out", "") == "--out: the name is empty; name a new or empty folder"
-    assert (
-        refusal("convert", WORDS, "--vocab", "") == "--vocab: the name is empty; name the vocabulary's file"
-    )
+    for flag in ("--out", "--vocab"):
+        assert refusal("convert", WORDS, flag, "") == f"{flag}: must not be empty; got ``"
     assert not Path("out").exists()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()

@@ -197,10 +197,14 @@ def test_one_line_is_one_line_and_harmless(text):
     assert not any(ord(character) < 32 or 127 <= ord(character) < 160 for character in shown)
 
 
+# Names of files hold what they have of bytes that are no text as lone surrogates.
+_texts = st.text(st.characters() | st.characters(categories=["Cs"]))
+
+
 @given(
     st.recursive(
-        st.none() | st.booleans() | st.floats() | st.integers() | st.text(),
-        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+        st.none() | st.booleans() | st.floats() | st.integers() | _texts,
+        lambda inner: st.lists(inner) | st.dictionaries(_texts, inner),
     )
 )
 def test_json_is_json_without_what_is_not_finite(value):
@@ -215,6 +219,7 @@ def test_json_is_json_without_what_is_not_finite(value):
 
     text = report.json_text(value)
     assert "\x9b" not in text
+    assert text.encode().decode() == text
     assert json.loads(text, parse_constant=lambda name: pytest.fail(name)) == finite(value)
 
 

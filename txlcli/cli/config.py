@@ -4,21 +4,17 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from txlcli import UserError
 from txlcli import config as settings_of
 from txlcli.cli.app import command
-from txlcli.cli.flags import JsonFlag, option
+from txlcli.cli.flags import JsonFlag, argument, option
 from txlcli.config import LEAVES, Settings, Sourced
 from txlcli.report import Screen, escape_controls, json_text, presets_table, settings_table, value_text
 
 
 @command(examples=["txl config --run runs/corpus", "txl config mem_len", "txl config -c enwik8.yaml --json"])
 def config(
-    key: Annotated[
-        str | None, typer.Argument(metavar="KEY", help="explain this setting", show_default=False)
-    ] = None,
+    key: Annotated[str | None, argument("KEY", help="explain this setting")] = None,
     *,
     is_list: Annotated[bool, option("--list", help="list the presets")] = False,
     run: Annotated[str | None, option("--run", metavar="DIR", help="settings of this run")] = None,

@@ -5,11 +5,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from txlcli import UserError
 from txlcli.cli.app import command
-from txlcli.cli.flags import JsonFlag, QuietFlag, option
+from txlcli.cli.flags import JsonFlag, QuietFlag, argument, option
 from txlcli.cli.signals import listening
 from txlcli.report import Screen, converted_facts, facts_table, json_text, one_line, tensors_table
 
@@ -28,10 +25,9 @@ if TYPE_CHECKING:
 def convert(
     source: Annotated[
         str,
-        typer.Argument(
-            metavar="SOURCE",
+        argument(
+            "SOURCE",
             help="the authors' model.pt, NVIDIA's checkpoint_*.pt, a folder of Hugging Face's TransfoXL",
-            show_default=False,
         ),
     ],
     *,
@@ -51,13 +47,6 @@ def convert(
     Reads SOURCE without running anything of it, prints what became of every tensor and which conventions the
     run keeps, and writes the run whole or not at all.
     """
-    for name, value, what in (
-        ("SOURCE", source, "a checkpoint's file or folder"),
-        ("--out", out, "a new or empty folder"),
-        ("--vocab", vocab, "the vocabulary's file"),
-    ):
-        if value == "":  # as a path that would be the working folder
-            raise UserError(f"{name}: the name is empty; name {what}")
     screen, out_screen = Screen.of(sys.stderr, is_quiet=is_quiet), Screen.of(sys.stdout)
     with listening("stopping; once more to stop at once") as interruption:
         from txlcli import convert as converting

@@ -16,6 +16,7 @@ def option(
     panel: str | None = None,
     number: type[int] | type[float] | None = None,
     has_default: bool = False,
+    may_be_empty: bool = False,
 ) -> Any:  # typer's own
     """Declare a flag of a command; without a metavar it is a yes/no.
 
@@ -26,6 +27,7 @@ def option(
         panel: Title of its group.
         number: The value is a number of this type.
         has_default: Its default is a value to show.
+        may_be_empty: An empty text is a value; else it is refused.
     """
     return typer.Option(
         *names,
@@ -34,25 +36,39 @@ def option(
         help=help.replace("[", "\\["),
         rich_help_panel=panel,
         show_default=has_default,
-        parser=None if number is None else _NumberParser(names[0], number),
+        parser=None if metavar is None else _Parser(names[0], number, may_be_empty=may_be_empty),
     )
 
 
-class _NumberParser:
-    """Reads the number after a flag, with an error in our own words."""
+def argument(metavar: str, *, help: str, has_default: bool = False) -> Any:  # typer's own
+    """Declare an argument of a command; empty it is refused."""
+    return typer.Argument(metavar=metavar, help=help, show_default=has_default, parser=_Parser(metavar))
 
-    __name__ = "number"  # typer asks for it
 
-    def __init__(self, flag: str, number: type[int] | type[float]) -> None:
-        self.flag, self.number = flag, number
+class _Parser:
+    """Reads the text after a flag or a number out of it, with an error in our own words.
 
-    def __call__(self, value: str | float) -> float:
-        """Read it; a default is a number already."""
-        try:
-            return self.number(value)
-        except ValueError:
+    An empty text is refused: as a path it would be the working folder.
+    """
+
+    __name__ = "value"  # typer asks for it
+
+    def __init__(
+        self, flag: str, number: type[int] | type[float] | None = None, *, may_be_empty: bool = False
+    ) -> None:
+        self.flag, self.number, self.may_be_empty = flag, number, may_be_empty
+
+    def __call__(self, value: str | float) -> str | float:
+        """Read it; a default is what it should be already."""
+        if value == "" and not self.may_be_empty:
+            raise UserError(f"{self.flag}: must not be empty; got ``")
+        if self.number is None or not isinstance(value, str):
+            return value
+        number = config.read_number(value, self.number)
+        if number is None:
             kind = "a whole number" if self.number is int else "a number"
-            raise UserError(f"{self.flag}: must be {kind}; got `{value}`") from None
+            raise UserError(f"{self.flag}: must be {kind}; got `{value}`")
+        return number
 
 
 def _settings_parameters() -> list[inspect.Parameter]:
@@ -90,13 +106,14 @@ def parse_mem_lens(text: str) -> tuple[int, ...]:
     lengths = []
     for item in text.split(","):
         digits = item.strip()
-        if not (digits.isascii() and digits.isdigit() and len(digits) <= 9):
+        length = config.read_number(digits, int)
+        if length is None or not 0 <= length <= 999_999_999:
             shown = digits if len(digits) <= 20 else f"{digits[:20]}..."
             raise UserError(
                 f"--mem-len: each length must be a whole number from 0 to 999999999; got `{shown}`;"
                 " write such as 0,128,512"
             )
-        lengths.append(int(digits))
+        lengths.append(int(length))
     return tuple(lengths)
 
 

@@ -46,7 +46,9 @@ _LARGEST_PROMPT_BYTES = 1 << 30
 )
 def generate(
     *,
-    prompt: Annotated[str | None, option("--prompt", metavar="TEXT", help="text to continue")] = None,
+    prompt: Annotated[
+        str | None, option("--prompt", metavar="TEXT", help="text to continue", may_be_empty=True)
+    ] = None,
     prompt_file: Annotated[
         str | None,
         option("--prompt-file", metavar="FILE", help="file that holds the prompt; - for standard input"),

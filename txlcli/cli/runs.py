@@ -4,17 +4,15 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from txlcli import UserError
 from txlcli.cli.app import command
-from txlcli.cli.flags import JsonFlag
+from txlcli.cli.flags import JsonFlag, argument
 from txlcli.report import Screen, json_text, runs_table
 
 
 @command(examples=["txl runs", "txl runs experiments --json"])
 def runs(
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="folder of runs")] = "runs",
+    folder: Annotated[str, argument("DIR", help="folder of runs", has_default=True)] = "runs",
     *,
     is_json: JsonFlag = False,
 ) -> None:

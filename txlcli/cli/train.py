@@ -5,12 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from txlcli import UserError, config
 from txlcli.cli.app import command
 from txlcli.cli.errors import Failed
-from txlcli.cli.flags import QuietFlag, option, takes_settings
+from txlcli.cli.flags import QuietFlag, argument, option, takes_settings
 from txlcli.cli.signals import Interruption, listening
 from txlcli.config import Settings
 from txlcli.report import Screen, Training
@@ -30,9 +28,7 @@ if TYPE_CHECKING:
 def train(
     corpus: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="CORPUS", help="text files, folders, or - for standard input", show_default=False
-        ),
+        argument("CORPUS", help="text files, folders, or - for standard input"),
     ] = None,
     *,
     config_file: Annotated[

@@ -34,7 +34,18 @@ from txlcli.config.sections import (
     unescape,
     value_of,
 )
-from txlcli.config.setting import DEFAULT, FLAG, Leaf, Settings, Sourced, check, fault_at, parse, shown
+from txlcli.config.setting import (
+    DEFAULT,
+    FLAG,
+    Leaf,
+    Settings,
+    Sourced,
+    check,
+    fault_at,
+    parse,
+    read_number,
+    shown,
+)
 from txlcli.config.yaml_file import (
     dump,
     dump_settings,
@@ -78,6 +89,7 @@ __all__ = [
     "override",
     "parse",
     "presets",
+    "read_number",
     "read_origins",
     "read_settings",
     "shaping_leaves",

@@ -289,16 +289,25 @@ def _from_text(leaf: Leaf, text: str) -> object:
         items = [] if text.lower() == "none" else [item.strip() for item in text.split(",")]
         are_numbers = all(re.fullmatch(r"[0-9]{1,30}", item) for item in items)
         return tuple(int(item) for item in items) if are_numbers else text
-    if leaf.kind == "int" and re.fullmatch(r"[+-]?[0-9]{1,30}", text):
-        return int(text)
-    # Plain exponents such as 1e-3, which YAML 1.1 takes for text, are numbers here.
-    if leaf.kind == "float" and re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text):
-        return float(text)
+    if leaf.kind in ("int", "float"):
+        number = read_number(text, int if leaf.kind == "int" else float)
+        return text if number is None else number
     if leaf.kind == "bool":
         return {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}.get(
             text.lower(), text
         )
     return text
+
+
+def read_number(text: str, kind: type[int] | type[float]) -> int | float | None:
+    """Read a number as flags and settings write it: ASCII digits, no underscores; None: it is none.
+
+    Plain exponents such as 1e-3, which YAML 1.1 takes for text, are numbers here.
+    """
+    if kind is int:
+        return int(text) if re.fullmatch(r"[+-]?[0-9]{1,30}", text) else None
+    is_number = re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text)
+    return float(text) if is_number else None
 
 
 def _is_text(value: object) -> bool:

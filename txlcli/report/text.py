@@ -72,10 +72,14 @@ def number_text(value: float | None, digits: int = 4) -> str:
 
 
 def json_text(value: object, *, indent: int | None = None) -> str:
-    """Write JSON that every parser takes: numbers that are not finite are null, control codes are escapes."""
+    """Write JSON that every parser takes and UTF-8 can hold: numbers that are not finite are null.
+
+    Control codes are escapes, and so are the bytes of a file's name that are no text.
+    """
     text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, indent=indent)
-    # JSON itself escapes the codes below a space, but not delete and C1.
-    return re.sub("[\x7f-\x9f]", lambda match: f"\\u{ord(match[0]):04x}", text)
+    # JSON itself escapes the codes below a space, but not delete and C1, nor the lone surrogates that stand
+    # for bytes in names.
+    return re.sub("[\x7f-\x9f\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def _finite(value: object) -> object:

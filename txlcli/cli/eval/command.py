@@ -4,8 +4,6 @@ import sys
 from contextlib import ExitStack
 from typing import Annotated
 
-import typer
-
 from txlcli import UserError
 from txlcli.cli.app import command
 from txlcli.cli.eval.per_token import open_tsv
@@ -31,6 +29,7 @@ from txlcli.cli.flags import (
     QuietFlag,
     RunFlag,
     ThreadsFlag,
+    argument,
     option,
     parse_mem_lens,
     setting,
@@ -51,9 +50,7 @@ from txlcli.report import Screen, Stages, json_text
 def evaluate(
     file: Annotated[
         str | None,
-        typer.Argument(
-            metavar="FILE", help="text to score; - for standard input; else held-out text", show_default=False
-        ),
+        argument("FILE", help="text to score; - for standard input; else held-out text"),
     ] = None,
     *,
     run: RunFlag = None,
