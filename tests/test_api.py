@@ -1,4 +1,6 @@
+import gzip
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -158,6 +160,48 @@ def test_a_text_its_bytes_and_its_file_score_the_same(make_run, tmp_path, kind):
     assert latin.total_nll == first.total_nll
 
 
+@pytest.mark.parametrize("kind", ["byte", "char"])
+@pytest.mark.parametrize("text", ["\ufeffabc def", "PK\x03\x04 abc", "BZh91AY&SY abc", "(\xb5/\xfd abc"])
+def test_what_is_no_file_is_scored_exactly_as_it_is(make_run, kind, text):
+    lm = load(make_run(kind).folder, device="cpu")
+    for source in (text, text.encode(), text.encode("utf-16-le")):
+        encoding = None if source in (text, text.encode()) or kind == "byte" else "utf-16-le"
+        read = text.encode() if isinstance(source, str) or encoding else source
+        assert lm.score(source, encoding=encoding).tokens == len(lm.tokenizer.encode(read)) - 1
+    # This mark tells the order of bytes.
+    if kind == "char":
+        assert lm.score(text.encode("utf-16"), encoding="utf-16").total_nll == lm.score(text).total_nll
+
+
+def test_packed_bytes_are_scored_as_they_are_and_packed_files_unpacked(make_run, tmp_path):
+    lm, packed = load(make_run("byte").folder, device="cpu"), gzip.compress(TEXT.encode())
+    (tmp_path / "text.gz").write_bytes(packed)
+    assert lm.score(packed).tokens == len(packed) - 1
+    assert lm.score(tmp_path / "text.gz").tokens == len(TEXT.encode()) - 1
+    with pytest.raises(UserError, match=r"^text: not utf-8 at byte 1, line 1; got 0x8b"):
+        load(make_run(name="b").folder, device="cpu").score(packed)
+
+
+def test_folders_are_read_by_the_patterns_of_the_run(make_run, tmp_path):
+    lm = load(make_run().folder, device="cpu")
+    data = replace(lm.config.data, include=("*.txt",), exclude=("no*",))
+    lm = replace(lm, config=replace(lm.config, data=data))
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in ("a.txt", "b.log", "no.txt"):
+        (folder / name).write_text(name * 9)
+    assert lm.score(folder).tokens == len("a.txt" * 9) - 1
+    assert lm.score(folder / "b.log").tokens == len("b.log" * 9) - 1
+    (folder / "a.txt").unlink()
+    with pytest.raises(UserError) as caught:
+        lm.score(folder)
+    assert str(caught.value) == (
+        f"{folder}: --include and --exclude leave no text in this folder; got `*.txt`, `no*`, "
+        f"skipped {folder / 'b.log'} (not included), {folder / 'no.txt'} (excluded); it is read so because "
+        f"the text of {lm.run.folder} was; name a file"
+    )
+
+
 def test_score_takes_lengths(make_run):
     lm = load(make_run().folder, device="cpu")
     assert lm.score(TEXT, mem_len=0, tgt_len=4).lengths[:2] == (4, 0)
@@ -212,8 +256,6 @@ def test_a_named_attention_that_cannot_run_the_model_is_refused(make_run, monkey
 
 
 def test_generation_takes_the_training_precision_on_cuda_only(make_run):
-    from dataclasses import replace
-
     lm = load(make_run().folder, device="cpu")
     trained = replace(lm.config, machine=replace(lm.config.machine, precision="bf16"))
     on_cpu = replace(lm, config=trained)

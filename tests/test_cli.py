@@ -891,6 +891,18 @@ def test_eval_reads_text_as_its_run_did(trained, tmp_path):
     assert result["rows"][0]["bytes_scored"] == bad.stat().st_size - 1
 
 
+def test_eval_says_what_the_patterns_of_its_run_leave_out(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text(TEXT)
+    (folder / "b.log").write_text(TEXT)
+    run("train", folder, "--include", "*.txt", *TINY, "--tokenizer", "char", "--steps", 1, "--out", "r")
+    found = json.loads(run("eval", folder, "--run", "r", "--json").stdout)
+    assert found["bytes"] == len(TEXT)
+    assert f"{folder / 'b.log'} (not included): skipped" in found["notices"]
+    assert "b.log (not included): skipped" in " ".join(run("eval", folder, "--run", "r").stdout.split())
+
+
 def test_eval_with_other_lengths(trained):
     def row(*args):
         return json.loads(evaluate(trained, "--json", *args).stdout)["rows"][0]

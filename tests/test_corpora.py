@@ -449,7 +449,8 @@ def test_a_file_that_is_no_json_lines_is_refused_with_the_way_out(lined: Path) -
         r"--document-separator: must have \n, \t, \r or \\ where a backslash is; got `a\q`; write \\ for one"
     )
     assert (
-        refusal_of("text.txt", "--run", lined, "--text-field", "") == "--text-field: must be a text; got ``"
+        refusal_of("text.txt", "--run", lined, "--text-field", "")
+        == "--text-field: must not be empty; got ``"
     )
     Path("pretty.json").write_text(json.dumps([{"a": TEXT}], indent=1))
     assert refusal_of("pretty.json", "--run", lined, "--text-field", "a") == (

@@ -48,7 +48,15 @@ from txlcli.generate import (
 )
 from txlcli.model import Lengths, TransformerXL
 from txlcli.run import Run, latest_run, open_run, read_conversion
-from txlcli.sources import Corpus, DocumentRule, NotJsonLines, NotText, find_encoding, search_corpus
+from txlcli.sources import (
+    Corpus,
+    DocumentRule,
+    NothingMatches,
+    NotJsonLines,
+    NotText,
+    find_encoding,
+    search_corpus,
+)
 from txlcli.tokenizer import CorpusWordTokenizer, MosesTokenizer, Tokenizer, refuse_missing_moses
 
 
@@ -168,10 +176,11 @@ class LanguageModel:
     ) -> Score:
         """Score a text: every token but the first once, from an empty memory.
 
-        A text and its bytes have no documents, unless `documents` tells how to find them: they are scored as
-        one piece, and no token for a document's end is put in. Files are read as those of the run were,
-        packed ones unpacked, with documents by the same rule if it had any; then a token ends each document
-        and is scored too.
+        A text and its bytes are scored exactly as they are. They have no documents, unless `documents` tells
+        how to find them: they are one piece, and no token for a document's end is put in. Files are read as
+        those of the run were, in folders those that its patterns take, packed ones unpacked, without a
+        byte-order mark, with documents by the same rule if it had any; then a token ends each document and
+        is scored too.
 
         Args:
             text: A text, its bytes, or the path of a file or folder.
@@ -263,6 +272,7 @@ class LanguageModel:
         encoding: str | None = None,
         documents: DocumentRule | None = None,
         least_tokens: int = 2,
+        as_is: bool = False,
     ) -> Iterator[Progress | Corpus | Prepared]:
         """Read a file or folder as the run's text was read, and encode it as the split `test` of a store.
 
@@ -274,6 +284,7 @@ class LanguageModel:
             encoding: Encoding of the files; None: that of the run's text.
             documents: How documents are told apart; None: as in the run.
             least_tokens: Fewer are refused.
+            as_is: It holds a text that is no file of the user's, and is read exactly as it is.
 
         Raises:
             UserError: as for `score`.
@@ -293,12 +304,20 @@ class LanguageModel:
                 newlines=data.newlines,
                 spaces=data.spaces,
                 packed=data.packed,
+                include=data.include,
+                exclude=data.exclude,
+                as_is=as_is,
                 stdin_copy=folder / "stdin",
                 **rule._asdict(),
             ):
                 yield event
             assert isinstance(event, Corpus), "a search ends with the corpus"
             yield from encode_text(event, self.tokenizer, folder, least_tokens=least_tokens)
+        except NothingMatches as error:
+            fault, _, _ = str(error).rpartition("; ")
+            raise UserError(
+                f"{fault}; it is read so because the text of {self.run.folder} was; name a file"
+            ) from None
         except NotJsonLines as error:
             if documents is not None:
                 raise
@@ -317,7 +336,8 @@ class LanguageModel:
     def _encoded(
         self, text: str | bytes | Path, encoding: str | None, documents: DocumentRule | None
     ) -> Iterator[tuple[TokenStore, Counts, str]]:
-        """Encode a text to a store in a temporary folder, the same way as a file of the command line."""
+        """Encode a text to a store in a temporary folder; a file the same way as one of the command line."""
+        is_file = isinstance(text, Path)
         with tempfile.TemporaryDirectory(prefix="txl-") as name:
             folder = Path(name)
             path = text if isinstance(text, Path) else folder / "text"
@@ -326,7 +346,9 @@ class LanguageModel:
                 path.write_bytes(to_bytes(text, place))
                 encoding = "utf-8" if isinstance(text, str) else encoding
             try:
-                for _ in self.encode_file(str(path), folder, encoding=encoding, documents=documents):
+                for _ in self.encode_file(
+                    str(path), folder, encoding=encoding, documents=documents, as_is=not is_file
+                ):
                     pass  # progress, which nobody watches here
             except UserError as error:
                 raise UserError(str(error).replace(str(path), place)) from error

@@ -19,7 +19,7 @@ from txlcli.sources.corpus import (
 from txlcli.sources.documents import NotJsonLines, Part
 from txlcli.sources.fault import NotText
 from txlcli.sources.read import find_marks, find_place, read_chunks, read_text
-from txlcli.sources.search import find_corpus, find_encoding, search_corpus
+from txlcli.sources.search import NothingMatches, find_corpus, find_encoding, search_corpus
 from txlcli.sources.split import find_split
 from txlcli.sources.survey import (
     VALID_BYTES_MAX,
@@ -42,6 +42,7 @@ __all__ = [
     "Newlines",
     "NotJsonLines",
     "NotText",
+    "NothingMatches",
     "Packing",
     "Part",
     "Progress",

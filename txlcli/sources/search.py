@@ -37,6 +37,10 @@ SNIFF_BYTES = 8192
 _P = ParamSpec("_P")
 
 
+class NothingMatches(UserError):
+    """Patterns leave no text in a folder."""
+
+
 def search_corpus(
     paths: Sequence[str],
     *,
@@ -54,6 +58,7 @@ def search_corpus(
     valid_every: int | None = None,
     held_out: Sequence[Corpus] = (),
     stdin_copy: Path | None = None,
+    as_is: bool = False,
 ) -> Iterator[Progress | Corpus]:
     """Find the files behind what a user named: files, folders, `-` for stdin; the last event is the corpus.
 
@@ -70,6 +75,9 @@ def search_corpus(
     are skipped, in folders and where they were named, as `*.txt` names them, unless nothing else is named.
     A file that is named several times, as folders within one another and links do, is read where it is named
     first: else its text could be learned from and held out at once.
+
+    With `as_is` a text that a program made is read exactly: it is not unpacked, no archive is refused, and a
+    byte-order mark is text, unless it tells the order of bytes or stands before JSON.
 
     Raises:
         UserError: a path is missing, unreadable, empty or no file, there is no text behind it, or a packed
@@ -93,8 +101,9 @@ def search_corpus(
     rules = _Rules(
         codec=codec,
         raw=raw,
-        has_marks=not raw or text_field is not None,
-        packed=packed,
+        has_marks=text_field is not None or (not raw and (not as_is or codec in ("utf-16", "utf-32"))),
+        as_is=as_is,
+        packed="keep" if as_is else packed,
         include=_compile(include),
         exclude=_compile(exclude),
         held_out=frozenset(source.identity for one in held_out for source in one.sources),
@@ -160,6 +169,7 @@ class _Rules:
     codec: str
     raw: bool
     has_marks: bool
+    as_is: bool
     packed: Literal["unpack", "keep"]
     include: re.Pattern[str] | None
     exclude: re.Pattern[str] | None
@@ -210,7 +220,7 @@ def _open_source(name: str, path: Path, rules: _Rules) -> Generator[Progress, No
     if not head:
         raise UserError(f"{printable(name)}: is empty; give a file with some text")
     archive = "tar" if head[257:262] == b"ustar" else "zip" if head.startswith(b"PK\x03\x04") else None
-    if archive is not None and not rules.raw:
+    if archive is not None and not rules.raw and not rules.as_is:
         raise UserError(f"{printable(name)}: is a {archive} archive; extract it and give the folder")
     settled, n_mark = _settle_codec(head, rules.codec)
     source = Source(
@@ -345,7 +355,7 @@ def _has_no_text(
         return UserError(f"{name}: no text in this folder; " + (f"skipped {told}" if told else "it is empty"))
     flags = " and ".join(flag for flag, _ in given) + (" leaves" if len(given) == 1 else " leave")
     patterns = [f"`{printable(pattern)}`" for _, some in given for pattern in some]
-    return UserError(
+    return NothingMatches(
         f"{name}: {flags} no text in this folder; got {list_some(patterns)}, skipped {told}; "
         f"change the pattern{'s' * (len(patterns) > 1)}"
     )
