@@ -795,6 +795,25 @@ def test_prompts_from_files_and_standard_input(trained, tmp_path):
     assert generate(trained, stdin="abc").stdout_bytes == generate(trained).stdout_bytes
 
 
+@pytest.mark.parametrize("flag", ["text.txt", "-"])
+def test_a_prompt_has_a_bound(trained, text, monkeypatch, flag):
+    monkeypatch.setattr("txlcli.cli.generate._LARGEST_PROMPT_BYTES", len(TEXT) - 1)
+    told = generate(trained, "--prompt-file", flag, stdin=TEXT, code=2).stderr
+    assert re.fullmatch(f"error: {flag}: too large; (got .*, )?expected at most 2,639( bytes)?\n", told)
+
+
+@pytest.mark.parametrize("line", ["train -", "eval - --run RUN", "generate --prompt-file - --run RUN"])
+def test_standard_input_that_cannot_be_read_is_told_in_one_line(trained, tmp_path, monkeypatch, line):
+    words = [str(trained) if word == "RUN" else word for word in line.split()]
+    # As `<&-` and `0>file` leave it.
+    monkeypatch.setattr("txlcli.cli.errors._prepare_streams", lambda: setattr(sys, "stdin", None))
+    assert refusal(*words) == "-: standard input is closed; give a file, or send text to it"
+    with (tmp_path / "out").open("wb") as file, open(file.fileno(), closefd=False) as unreadable:
+        monkeypatch.setattr("txlcli.cli.errors._prepare_streams", lambda: setattr(sys, "stdin", unreadable))
+        assert refusal(*words) == "-: standard input cannot be read; bad file descriptor"
+    assert not Path("runs").exists()
+
+
 def test_samples_are_parted_by_an_empty_line(trained):
     result = generate(trained, "--num-samples", 3, "--stop", "\n", "--no-echo")
     assert len(result.stdout.split("\n\n")) == 3

@@ -268,6 +268,20 @@ def read_bounded(path: Path, limit_bytes: int) -> bytes:
     return data
 
 
+def read_stdin(n_bytes: int) -> bytes:
+    """Read the next bytes of standard input; fewer only at its end.
+
+    Raises:
+        UserError: it is closed, as a shell's `<&-` leaves it, or cannot be read.
+    """
+    if sys.stdin is None:
+        raise UserError("-: standard input is closed; give a file, or send text to it")
+    try:
+        return sys.stdin.buffer.read(n_bytes)
+    except OSError as error:
+        raise UserError(f"-: standard input cannot be read; {describe_error(error)}") from error
+
+
 def load_json(data: bytes, most_values: int) -> Any:
     """Parse JSON of no more values than that, which are counted before any is made.
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     Event: TypeAlias = Piece | GeneratedText
 
 _LARGEST_PROMPT_BYTES = 1 << 30
+_BLOCK_BYTES = 1 << 18
 
 
 @command(
@@ -202,11 +203,16 @@ def generate(
 
 
 def _read_prompt(prompt: str | None, prompt_file: str | None) -> bytes:
-    if prompt_file == "-":
-        return sys.stdin.buffer.read()
     if prompt_file is not None:
-        from txlcli.files import read_bounded
+        from txlcli.files import read_bounded, read_stdin
 
+        if prompt_file == "-":
+            source = bytearray()
+            while block := read_stdin(_BLOCK_BYTES):
+                source += block
+                if len(source) > _LARGEST_PROMPT_BYTES:
+                    raise UserError(f"-: too large; expected at most {_LARGEST_PROMPT_BYTES:,} bytes")
+            return bytes(source)
         return read_bounded(Path(prompt_file), _LARGEST_PROMPT_BYTES)
     # The bytes that the shell handed over, whatever encoding Python took them for.
     return os.fsencode(prompt or "")

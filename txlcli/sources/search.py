@@ -188,7 +188,7 @@ def _copy_stdin(copy: Path | None, rules: _Rules) -> Generator[Progress, None, S
         raise UserError("-: stdin cannot be read here; give a file")
     with files.open_whole(copy) as file:
         n_bytes = 0
-        while block := sys.stdin.buffer.read(CHUNK_BYTES):
+        while block := files.read_stdin(CHUNK_BYTES):
             file.write(block)
             n_bytes += len(block)
             yield Progress("reading standard input", n_bytes, 0)
