@@ -388,11 +388,11 @@ BAD_TOGETHER = [
     ({"spaces": "underscore"}, "--spaces: spaces underscore needs tokenizer byte or char; got sentencepiece"),
     (
         {"encoding": "utf-9"},
-        "--encoding: must be an encoding; got `utf-9`; try utf-8, gb18030, latin-1 or cp1252",
+        "--encoding: must be an encoding; got `utf-9`; did you mean `utf-8`?",
     ),
     (
         {"encoding": "hex"},
-        "--encoding: must be an encoding; got `hex`; try utf-8, gb18030, latin-1 or cp1252",
+        "--encoding: must be an encoding; got `hex`; for example utf-8, utf-16, cp1252, gb18030",
     ),
 ]
 

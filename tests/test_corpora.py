@@ -210,7 +210,7 @@ def test_settings_of_a_corpus_are_kept_with_the_run() -> None:
         (
             "--document-separator 紅 --encoding cp1252",
             "--document-separator: the separator of documents `紅` cannot be written in cp1252; "
-            "choose one that stands in the text",
+            "choose one that stands in the text, or another encoding",
         ),
         (
             "--valid-every 10",
@@ -442,8 +442,8 @@ def test_a_file_that_is_no_json_lines_is_refused_with_the_way_out(lined: Path) -
         "leave it out"
     )
     assert refusal_of("text.txt", "--run", lined, "--document-separator", "紅", "--encoding", "latin-1") == (
-        "--document-separator: cannot be written in iso8859-1; got `紅`; choose one that stands in the text, "
-        "or another --encoding"
+        "--document-separator: the separator of documents `紅` cannot be written in iso8859-1; "
+        "choose one that stands in the text, or another encoding"
     )
     assert refusal_of("text.txt", "--run", lined, "--document-separator", r"a\q") == (
         r"--document-separator: must have \n, \t, \r or \\ where a backslash is; got `a\q`; write \\ for one"

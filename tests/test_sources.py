@@ -142,10 +142,16 @@ def test_an_unreadable_file_is_refused_or_skipped(tmp_path: Path, monkeypatch: p
 
 def test_unknown_encodings_are_refused_with_a_suggestion() -> None:
     for name, text in (
-        ("uft-8", "--encoding: unknown encoding `uft-8`; did you mean `utf-8`?"),
-        ("base64", "--encoding: unknown encoding `base64`; for example utf-8, utf-16, cp1252, gb18030"),
-        ("", "--encoding: unknown encoding ``; for example utf-8, utf-16, cp1252, gb18030"),
-        ("zzzzzz", "--encoding: unknown encoding `zzzzzz`; for example utf-8, utf-16, cp1252, gb18030"),
+        ("uft-8", "--encoding: must be an encoding; got `uft-8`; did you mean `utf-8`?"),
+        (
+            "base64",
+            "--encoding: must be an encoding; got `base64`; for example utf-8, utf-16, cp1252, gb18030",
+        ),
+        ("", "--encoding: must be an encoding; got ``; for example utf-8, utf-16, cp1252, gb18030"),
+        (
+            "zzzzzz",
+            "--encoding: must be an encoding; got `zzzzzz`; for example utf-8, utf-16, cp1252, gb18030",
+        ),
     ):
         with pytest.raises(UserError) as caught:
             find_encoding(name)

@@ -10,6 +10,7 @@ A setting is one line in `sections.py`. Flags, YAML keys, help, bounds and error
 run the same checks and meet in `build`, which gives a `Config` or says which flag or line is at fault.
 """
 
+from txlcli.config.encoding import check_separator, codec_of
 from txlcli.config.sections import (
     DOCUMENT_RULES,
     LEAVES,
@@ -78,6 +79,8 @@ __all__ = [
     "build",
     "build_section",
     "check",
+    "check_separator",
+    "codec_of",
     "dump",
     "dump_settings",
     "fault_at",

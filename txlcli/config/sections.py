@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from txlcli import UserError
+from txlcli.config.encoding import check_separator, codec_of
 from txlcli.config.setting import (
     DEFAULT,
     FLAG,
@@ -141,13 +142,9 @@ class DataConfig:
     def __post_init__(self) -> None:
         _check_fields(self)
         try:
-            # Refuses codecs between bytes, such as hex, which `codecs.lookup` would let through.
-            "".encode(self.encoding)
-        except (LookupError, UnicodeError):
-            raise SettingError(
-                ["encoding"],
-                f"must be an encoding; got {quoted(self.encoding)}; try utf-8, gb18030, latin-1 or cp1252",
-            ) from None
+            codec_of(self.encoding)
+        except ValueError as error:
+            raise SettingError(["encoding"], str(error)) from None
         kinds = {"drop": ("byte", "char"), "eos": ("word",)}.get(self.newlines, (self.tokenizer,))
         if self.tokenizer not in kinds:
             raise SettingError(
@@ -175,13 +172,9 @@ class DataConfig:
             raise SettingError(rules, f"{rules[0]} cannot go with {rules[1]}; give one rule for documents")
         if self.document_separator is not None:
             try:
-                unescape(self.document_separator).encode(self.encoding)
-            except UnicodeError:
-                raise SettingError(
-                    ["document_separator", "encoding"],
-                    f"the separator of documents {quoted(self.document_separator)} cannot be written in "
-                    f"{self.encoding}; choose one that stands in the text",
-                ) from None
+                check_separator(unescape(self.document_separator), self.encoding)
+            except ValueError as error:
+                raise SettingError(["document_separator", "encoding"], str(error)) from None
         if self.valid_every is not None:
             if not rules:
                 raise SettingError(["valid_every"], "needs documents", _GIVE_DOCUMENTS)

@@ -1,8 +1,5 @@
 """From what a user named to the files that are read."""
 
-import codecs
-import difflib
-import encodings.aliases
 import fnmatch
 import functools
 import os
@@ -14,6 +11,7 @@ from pathlib import Path
 from typing import Literal, ParamSpec
 
 from txlcli import UserError, files
+from txlcli.config import check_separator, codec_of
 from txlcli.sources.corpus import (
     CHUNK_BYTES,
     EXCLUDED,
@@ -87,13 +85,9 @@ def search_corpus(
     codec = find_encoding(encoding)
     if document_separator is not None:
         try:
-            document_separator.encode(codec)
-        except UnicodeError:
-            got = printable(document_separator)[:60]
-            raise UserError(
-                f"--document-separator: cannot be written in {codec}; got `{got}`; "
-                "choose one that stands in the text, or another --encoding"
-            ) from None
+            check_separator(document_separator, codec)
+        except ValueError as error:
+            raise UserError(f"--document-separator: {error}") from None
     if not paths:
         raise UserError("no text is named; give files, a folder, or `-` for stdin: txl train corpus.txt")
     if paths.count("-") > 1:
@@ -373,24 +367,12 @@ def _take_once(found: Sequence[Source], skipped: list[tuple[Path, str]]) -> Iter
 
 
 def find_encoding(name: str) -> str:
-    """Return the usual name of an encoding; `utf-8-sig` is `utf-8`, whose mark is dropped anyway.
+    """Return the usual name of an encoding.
 
     Raises:
         UserError: Python knows no such encoding of text; the message suggests one.
     """
     try:
-        codec = codecs.lookup(name).name
-        codecs.getincrementaldecoder(codec)
-        b"a".decode(codec)
-    except UnicodeDecodeError:
-        pass  # a lone byte is no text in utf-16, say; the encoding is real
-    except (LookupError, ValueError):
-        known = {
-            codec.replace("_", "-")
-            for codec in encodings.aliases.aliases.values()
-            if not codec.endswith("_codec") and codec != "rot_13"
-        }
-        close = difflib.get_close_matches(name.lower().replace("_", "-"), sorted(known), 1)
-        hint = f"did you mean `{close[0]}`?" if close else "for example utf-8, utf-16, cp1252, gb18030"
-        raise UserError(f"--encoding: unknown encoding `{name}`; {hint}") from None
-    return "utf-8" if codec == "utf-8-sig" else codec
+        return codec_of(name)
+    except ValueError as error:
+        raise UserError(f"--encoding: {error}") from None
