@@ -13,7 +13,6 @@ from txlcli.config import (
     FLAG,
     LEAVES,
     LENGTHS,
-    SECTIONS,
     Config,
     DataConfig,
     Leaf,
@@ -21,7 +20,6 @@ from txlcli.config import (
     ModelConfig,
     OptimConfig,
     Sourced,
-    TrainConfig,
     build,
     build_section,
     check,
@@ -38,6 +36,8 @@ from txlcli.config import (
     read_settings,
     yaml_file,
 )
+from txlcli.config.sections import SECTIONS, TrainConfig
+from txlcli.sources import VALID_BYTES_MAX, VALID_FRACTION
 
 quick = settings(deadline=None, max_examples=40)
 # Lone surrogates stand for file names that are not UTF-8.
@@ -395,6 +395,11 @@ BAD_TOGETHER = [
         "--encoding: must be an encoding; got `hex`; for example utf-8, utf-16, cp1252, gb18030",
     ),
 ]
+
+
+def test_help_names_what_is_held_out_by_default():
+    told = f"none: {100 * VALID_FRACTION:g} %, at most {VALID_BYTES_MAX / 1e6:g} MB"
+    assert told in leaf("valid_fraction").help
 
 
 @pytest.mark.parametrize(("flags", "message"), BAD_TOGETHER)

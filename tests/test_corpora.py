@@ -475,6 +475,17 @@ def test_a_separator_that_is_nowhere_is_said_of_every_text(lined: Path) -> None:
     assert stderr.count("text.txt: the document separator is nowhere in it; it is one document") == 1
 
 
+def test_the_protocol_calls_bytes_raw_only_where_they_are_read_as_they_are() -> None:
+    Path("lines.jsonl").write_text('{"body": "the fox"}\n' * 60, encoding="utf-16")
+    train("lines.jsonl", "--text-field", "body", "--encoding", "utf-16", "--tokenizer", "byte", "--out", "r")
+    found = [
+        evaluate("lines.jsonl", "--run", "r"),
+        evaluate("--run", "r"),
+        evaluate("lines.jsonl", "--run", "r", "--no-documents"),
+    ]
+    assert [one["protocol"]["encoding"] for one in found] == ["utf-16", "utf-16", "raw bytes"]
+
+
 def test_a_file_is_read_in_the_encoding_of_the_runs_text() -> None:
     from txlcli.api import load as load_run
 

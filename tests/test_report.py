@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from txlcli import config, report, train
 from txlcli.config import Sourced
+from txlcli.config.sections import SECTIONS
 from txlcli.evaluate import Score, WindowScore
 from txlcli.model import Lengths
 from txlcli.report import Screen, Stages, Training
@@ -22,6 +23,7 @@ from txlcli.report.tables import (
     settings_table,
     window_table,
 )
+from txlcli.report.text import duration_text, number_text, size_text
 from txlcli.run import Run, RunSummary
 from txlcli.sources import Corpus, Source, Survey
 
@@ -164,14 +166,14 @@ def test_counts_have_three_figures(number, text):
     [(0, "0 bytes"), (1, "1 byte"), (22_471, "22.5 kB"), (3_200_000, "3.2 MB"), (123_456_789, "123 MB")],
 )
 def test_sizes_are_powers_of_a_thousand(n_bytes, text):
-    assert report.size_text(n_bytes) == text
+    assert size_text(n_bytes) == text
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0:00"), (59.4, "0:59"), (59.6, "1:00"), (592, "9:52"), (3723, "1:02:03")]
 )
 def test_durations_are_clock_times(seconds, text):
-    assert report.duration_text(seconds) == text
+    assert duration_text(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -179,7 +181,7 @@ def test_durations_are_clock_times(seconds, text):
     [(None, "–"), (1.5, "1.5000"), (12345.0, "12,345.0000"), (math.inf, "inf"), (2.5e12, "2.5e+12")],
 )
 def test_measured_numbers(value, text):
-    assert report.number_text(value) == text
+    assert number_text(value) == text
 
 
 def test_control_codes_are_shown():
@@ -686,7 +688,7 @@ def test_settings_table_shows_every_setting_with_its_origin():
     stream = Stream()
     Screen.of(stream).draw(settings_table(settings))
     lines = stream.text.splitlines()
-    assert len(lines) == len(config.LEAVES) + len(config.SECTIONS)
+    assert len(lines) == len(config.LEAVES) + len(SECTIONS)
     assert "  n_layer" in stream.text
     assert any(line.split() == ["tied", "true", "from", "[tied]"] for line in lines)
     assert any(line.split() == ["corpus", "none", "from", "[corpus]"] for line in lines)

@@ -289,12 +289,12 @@ class LanguageModel:
         Raises:
             UserError: as for `score`.
         """
-        if documents not in (None, DocumentRule()) and self.tokenizer.document_end is None:
+        data, rule = self.config.data, self.document_rule if documents is None else documents
+        if documents is not None and rule.setting is not None and self.tokenizer.document_end is None:
             raise UserError(
-                f"--{_flag_of(documents)}: {self.run.folder} was not trained on documents, so that its "
+                f"{leaf(rule.setting).flag}: {self.run.folder} was not trained on documents, so that its "
                 "vocabulary has no end of one; leave it out"
             )
-        data, rule = self.config.data, self.document_rule if documents is None else documents
         try:
             for event in search_corpus(
                 [name],
@@ -428,12 +428,6 @@ def load(
         notices=() if told is None else (f"attention: {told}",),
         damage=loaded.damage,
     )
-
-
-def _flag_of(rule: DocumentRule | None) -> str:
-    """Name the setting by which documents are told apart."""
-    names = [name for name, value in (rule or DocumentRule())._asdict().items() if value not in (None, False)]
-    return names[0].replace("_", "-")
 
 
 def _of_raw_text(tokenizer: Tokenizer, run: Run) -> MosesTokenizer:

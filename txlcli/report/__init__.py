@@ -7,7 +7,7 @@ text of users and models is never read as markup.
 
 from txlcli.report.bench import bench_table, comparison_table
 from txlcli.report.convert import converted_facts, tensors_table
-from txlcli.report.screen import Screen, facts_table, results_table
+from txlcli.report.screen import Screen, facts_table
 from txlcli.report.stages import Stages
 from txlcli.report.tables import (
     column_names,
@@ -20,15 +20,12 @@ from txlcli.report.tables import (
 )
 from txlcli.report.text import (
     count_text,
-    duration_text,
     escape_controls,
     escape_line,
     json_text,
-    number_text,
     one_line,
-    size_text,
 )
-from txlcli.report.training import Training, score_text
+from txlcli.report.training import Training
 
 __all__ = [
     "Screen",
@@ -39,20 +36,15 @@ __all__ = [
     "comparison_table",
     "converted_facts",
     "count_text",
-    "duration_text",
     "escape_controls",
     "escape_line",
     "eval_table",
     "facts_table",
     "json_text",
-    "number_text",
     "one_line",
     "presets_table",
-    "results_table",
     "runs_table",
-    "score_text",
     "settings_table",
-    "size_text",
     "tensors_table",
     "value_text",
     "window_table",

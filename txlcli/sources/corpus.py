@@ -85,6 +85,12 @@ class DocumentRule(NamedTuple):
     document_separator: str | None = None
     document_per_file: bool = False
 
+    @property
+    def setting(self) -> str | None:
+        """The name of the rule; None: there are no documents."""
+        given = (name for name, value in self._asdict().items() if value not in (None, False))
+        return next(given, None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:

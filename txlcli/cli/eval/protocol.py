@@ -47,7 +47,7 @@ def text_protocol(
         "checkpoint": checkpoint,
         "tokenizer": lm.tokenizer.kind,
         "n_vocab": lm.tokenizer.n_vocab,
-        "encoding": "raw bytes" if lm.tokenizer.kind == "byte" else text.encoding,
+        "encoding": "raw bytes" if _reads_bytes(lm, text) else text.encoding,
         "precision": precision,
         "device": str(lm.device),
         "attention": lm.model.attention_name,
@@ -77,6 +77,11 @@ def window_protocol(lm: "LanguageModel", window: "WindowScore") -> dict[str, obj
         "macs_per_token": per_token,
         "macs_per_key": per_key,
     }
+
+
+def _reads_bytes(lm: "LanguageModel", text: Text) -> bool:
+    """Whether the text's bytes are read as they are; JSON is text, whatever the tokenizer."""
+    return lm.tokenizer.kind == "byte" and text.documents.text_field is None
 
 
 def _newline_word(lm: "LanguageModel") -> str:
@@ -145,7 +150,7 @@ def losses(request: Request, lm: "LanguageModel", text: Text) -> list[str]:
     if info.n_replaced:
         are = "byte of {} is not {} and is" if info.n_replaced == 1 else "bytes of {} are not {} and are"
         found.append(f"{info.n_replaced:,} {are.format(what, text.encoding)} read as U+FFFD")
-    elif info.n_replaced is None and data.encoding_errors == "replace" and lm.tokenizer.kind != "byte":
+    elif info.n_replaced is None and data.encoding_errors == "replace" and not _reads_bytes(lm, text):
         found.append(f"bytes of {what} that are not {text.encoding}, not counted here, are read as U+FFFD")
     return found
 

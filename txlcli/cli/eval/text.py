@@ -42,8 +42,7 @@ class Text:
 
         A store of before does not know its byte-order marks.
         """
-        has_documents = self.documents != type(self.documents)()
-        is_counted = not has_documents or self.info.n_bytes == self.file_bytes
+        is_counted = self.documents.setting is None or self.info.n_bytes == self.file_bytes
         return is_counted and self.info.marks is not None
 
 
