@@ -593,6 +593,12 @@ def test_a_signal_while_the_program_starts_ends_it_quietly(number, code):
     assert process.returncode == code
 
 
+def test_next_to_nothing_is_loaded_before_the_program_listens_for_signals():
+    # Without what the environment loads of itself (-S).
+    code = "import sys, txlcli.__main__; print({'re', 'typing', 'inspect'} & set(sys.modules))"
+    assert start("-S", "-c", code).communicate()[0] == b"set()\n"
+
+
 def test_a_training_that_ends_early_since_nobody_reads_it_is_not_done(trained):
     shutil.copytree(trained, "a")
     process = start("-m", "txlcli", "train", "--resume", "a", "--steps", 10**6)

@@ -1,7 +1,7 @@
 """Transformer-XL on the command line and from Python."""
 
-from typing import TYPE_CHECKING, Any
-
+# As typing has it, whose import takes most of the time in which nobody listens for Ctrl-C yet.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from txlcli.api import LanguageModel as LanguageModel
     from txlcli.api import load as load
@@ -24,7 +24,7 @@ class UserError(Exception):
         )
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     # Importing torch takes a second; only who asks for the Python interface pays it.
     if name in ("load", "LanguageModel"):
         from txlcli import api
