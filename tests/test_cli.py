@@ -1143,6 +1143,13 @@ def test_json_of_names_that_are_no_text(trained, text):
     assert Path("e\udce9.tsv").exists()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+def test_a_run_whose_name_is_no_text_is_resumed(trained):
+    folder = shutil.copytree(trained, "a\udce9")
+    assert "done  step 13" in run("train", "--resume", folder, "--steps", 13).stdout
+    assert json.loads(evaluate(folder, "--checkpoint", "last", "--json").stdout)["step"] == 13
+
+
 def test_a_damaged_run_does_not_hide_the_others(trained, tmp_path):
     (tmp_path / "runs" / "bad").mkdir(parents=True)
     (tmp_path / "runs" / "bad" / "config.yaml").write_text("model:\n  n_layers: 3\n")

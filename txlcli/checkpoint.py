@@ -458,7 +458,8 @@ def open_tensors(
     """
     _check_header(path, remedy)
     try:
-        opened = safe_open(path, framework=framework, device="cpu")
+        with _name_in_utf8(path) as name:
+            opened = safe_open(name, framework=framework, device="cpu")
     except (OSError, RuntimeError) as error:  # a training has just deleted it, or the disk fails
         reason = describe_error(error) if isinstance(error, OSError) else " ".join(str(error).split())
         raise UserError(f"{path}: cannot be read; {reason}") from error
@@ -469,6 +470,20 @@ def open_tensors(
             yield file
     except SafetensorError as error:
         raise UserError(f"{path}: damaged; {shown(error, 300)}; {remedy}") from error
+
+
+@contextmanager
+def _name_in_utf8(path: Path) -> Iterator[str]:
+    """Give a name under which torch opens the file, which takes no bytes that are not UTF-8."""
+    name = str(path)
+    if name.encode("utf-8", "replace").decode() == name:
+        yield name
+        return
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        yield f"/dev/fd/{fd}"
+    finally:
+        os.close(fd)
 
 
 def _check_header(path: Path, remedy: str) -> None:
