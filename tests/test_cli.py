@@ -815,7 +815,10 @@ def test_a_prompt_has_a_bound(trained, text, monkeypatch, flag):
     assert re.fullmatch(f"error: {flag}: too large; (got .*, )?expected at most 2,639( bytes)?\n", told)
 
 
-@pytest.mark.parametrize("line", ["train -", "eval - --run RUN", "generate --prompt-file - --run RUN"])
+@pytest.mark.parametrize(
+    "line",
+    ["train -", "eval - --run RUN", "generate --prompt-file - --run RUN", "generate --interactive --run RUN"],
+)
 def test_standard_input_that_cannot_be_read_is_told_in_one_line(trained, tmp_path, monkeypatch, line):
     words = [str(trained) if word == "RUN" else word for word in line.split()]
     # As `<&-` and `0>file` leave it.

@@ -268,16 +268,17 @@ def read_bounded(path: Path, limit_bytes: int) -> bytes:
     return data
 
 
-def read_stdin(n_bytes: int) -> bytes:
-    """Read the next bytes of standard input; fewer only at its end.
+def read_stdin(n_bytes: int = -1, *, is_line: bool = False) -> bytes:
+    """Read so many bytes of standard input, or its next line; fewer bytes, or none, only at its end.
 
     Raises:
         UserError: it is closed, as a shell's `<&-` leaves it, or cannot be read.
     """
     if sys.stdin is None:
         raise UserError("-: standard input is closed; give a file, or send text to it")
+    stdin = sys.stdin.buffer
     try:
-        return sys.stdin.buffer.read(n_bytes)
+        return stdin.readline(n_bytes) if is_line else stdin.read(n_bytes)
     except OSError as error:
         raise UserError(f"-: standard input cannot be read; {describe_error(error)}") from error
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from txlcli import UserError
 from txlcli.cli.output import TextOutput, json_line
 from txlcli.cli.signals import Interruption
+from txlcli.files import read_stdin
 from txlcli.report import Screen
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Conversation:
     ) -> None:
         self.lm, self.screen, self.out, self.interruption = lm, screen, out, interruption
         self.is_echoed, self.is_json, self.has_logprobs = is_echoed, is_json, has_logprobs
-        self.is_typed = sys.stdin.isatty()
+        self.is_typed = sys.stdin is not None and sys.stdin.isatty()
         self._text = TextOutput(out)
         self._dialogue: Dialogue = lm.dialogue(options)
 
@@ -65,7 +66,7 @@ class Conversation:
             self.screen.stream.flush()
         self.interruption.is_raised = True
         try:
-            line = sys.stdin.buffer.readline()
+            line = read_stdin(is_line=True)
         except KeyboardInterrupt:
             return None
         finally:
