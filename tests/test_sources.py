@@ -446,6 +446,9 @@ def test_an_order_of_bytes_that_nothing_names_is_told(tmp_path: Path) -> None:
     assert run_survey(find_corpus([name], encoding="utf-16-be")).notices == ()
     marked = write(tmp_path, text.encode("utf-16"))
     assert all("endian" not in text for text in run_survey(find_corpus([marked], encoding="utf-16")).notices)
+    # Bytes are read in no order, with a mark or without.
+    for one in (name, marked):
+        assert run_survey(find_corpus([one], encoding="utf-16", raw=True)).notices == ()
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
@@ -969,6 +972,19 @@ def test_an_archive_of_files_is_no_text(tmp_path: Path) -> None:
         find_corpus([name])
     assert str(caught.value) == f"{name}: is a zip archive; extract it and give the folder"
     assert find_corpus([str(tmp_path)]).notices == (f"{name} (is a zip archive): skipped",)
+    # Lines of JSON are text for every tokenizer.
+    with pytest.raises(UserError, match=r"is a zip archive; extract it and give the folder$"):
+        find_corpus([name], raw=True, text_field="text")
+
+
+def test_what_is_binary_is_no_lines_of_json_for_any_tokenizer(tmp_path: Path) -> None:
+    lines = write(tmp_path, b'{"text": "a"}\n', "a.jsonl")
+    picture = write(tmp_path, b"\x89PNG\r\n\x1a\n\0\0", "pic.png")
+    for raw in (False, True):
+        corpus = find_corpus([str(tmp_path)], raw=raw, text_field="text")
+        assert corpus.files == (Path(lines),)
+        assert corpus.skipped == ((Path(picture), "binary: it holds NUL bytes"),)
+    assert find_corpus([str(tmp_path)], raw=True).files == (Path(lines), Path(picture))
 
 
 def test_the_place_in_a_packed_file_is_one_of_what_it_holds(tmp_path: Path) -> None:
@@ -1229,6 +1245,21 @@ def test_held_out_files_are_not_learned_from(tmp_path: Path) -> None:
     Path(tmp_path / "folder" / "d.txt").hardlink_to(second)
     with pytest.raises(UserError, match=r"no text in this folder; skipped .*d\.txt \(held out\)$"):
         find_corpus([str(tmp_path / "folder")], held_out=[held_out])
+    # A folder whose text is all held out has some: what else is named is read.
+    write(tmp_path, b"", "folder/.hidden")
+    for paths in ([first, f"{tmp_path}/folder"], [f"{tmp_path}/folder", first]):
+        corpus = find_corpus(paths, held_out=[held_out])
+        assert [str(path) for path in corpus.files] == [first]
+        assert corpus.notices[-1] == f"{tmp_path}/folder/d.txt: held out, so not learned from"
+    # What is read after all is not told to be held out.
+    corpus = find_corpus([f"{tmp_path}/folder", second], held_out=[held_out])
+    assert [str(path) for path in corpus.files] == [second]
+    assert {why for _, why in corpus.skipped} == {"hidden"}
+    write(tmp_path, b"\0", "other.bin")
+    Path(tmp_path / "binary").mkdir()
+    Path(tmp_path / "other.bin").rename(tmp_path / "binary" / "other.bin")
+    with pytest.raises(UserError, match=r"binary: no text in this folder; skipped .*\(binary: it holds NUL"):
+        find_corpus([first, f"{tmp_path}/binary"], held_out=[held_out])
 
 
 def test_names_that_are_no_single_line_are_shown_on_one(tmp_path: Path) -> None:
@@ -1719,6 +1750,12 @@ def test_the_place_in_json_lines_is_a_line(tmp_path: Path) -> None:
     assert found == [(one, where) for one in (name, other) for where in expected]
     split = len(lines[0]) + 1
     assert find_place(corpus, split, corpus.n_bytes, 0) == (name, "line 4")
+
+    def first_alone() -> Iterator[Chunk]:
+        yield Chunk(b'{"t": "ab"}\n', None, 12, 0)
+        raise AssertionError("read before it is needed")
+
+    assert next(documents.json_texts(corpus.sources[0], first_alone(), "t", "strict", 1)) == (1, b"ab")
 
 
 def test_a_separator_that_is_nowhere_is_said(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def search_corpus(
 ) -> Iterator[Progress | Corpus]:
     """Find the files behind what a user named: files, folders, `-` for stdin; the last event is the corpus.
 
-    Folders are walked in sorted order; what is hidden, binary (unless `raw`), empty, unreadable or no
+    Folders are walked in sorted order; what is hidden, binary (unless read as bytes), empty, unreadable or no
     regular file in them is skipped and listed. A file that was named itself is taken as it is, or
     refused. Stdin is first copied to `stdin_copy`.
 
@@ -92,8 +92,7 @@ def search_corpus(
         raise UserError(f"-: standard input can be named once; got it {paths.count('-')} times; name it once")
     rules = _Rules(
         codec=codec,
-        raw=raw,
-        has_marks=not raw or text_field is not None,
+        reads_text=not raw or text_field is not None,
         packed=packed,
         include=_compile(include),
         exclude=_compile(exclude),
@@ -101,27 +100,35 @@ def search_corpus(
         unpackers=Unpackers(),
     )
     found: list[Source] = []
+    set_aside: list[Source] = []  # in folders, held out
     skipped: list[tuple[Path, str]] = []
+    refusals: list[UserError] = []
     for name in paths:
         if name == "-":
             source = yield from _copy_stdin(stdin_copy, rules)
             found.append(source)
         elif files.is_folder(Path(name)):
-            n_before, n_skipped_before = len(found), len(skipped)
+            n_found, n_aside, n_skipped = len(found), len(set_aside), len(skipped)
             for one in _search_folder(Path(name), rules, skipped):
-                if isinstance(one, Source):
-                    found.append(one)
-                else:
+                if isinstance(one, Progress):
                     yield one
-            if len(found) == n_before:
-                raise _has_no_text(name, skipped[n_skipped_before:], include, exclude)
+                else:
+                    (set_aside if one.identity in rules.held_out else found).append(one)
+            if len(found) == n_found:
+                told = [*skipped[n_skipped:], *((one.path, HELD_OUT) for one in set_aside[n_aside:])]
+                refusals.append(_has_no_text(name, told, include, exclude))
+                # One whose text is held out has some, and what else is named may be enough.
+                if len(set_aside) == n_aside:
+                    raise refusals[-1]
         else:
             source, _ = yield from _open_source(name, Path(name), rules)
             found.append(source)
+    if not found:
+        raise refusals[0]
     left = [source for source in found if source.identity not in rules.held_out]
-    if left:
-        skipped.extend((source.path, HELD_OUT) for source in found if source.identity in rules.held_out)
     sources = tuple(_take_once(left or found, skipped))
+    not_read = rules.held_out - {source.identity for source in sources}
+    skipped.extend((one.path, HELD_OUT) for one in (*set_aside, *found) if one.identity in not_read)
     yield Corpus(
         sources=sources,
         encoding=codec,
@@ -155,11 +162,13 @@ find_corpus = _last_of(search_corpus)
 
 @dataclass(frozen=True, kw_only=True)
 class _Rules:
-    """What decides whether and how a file is read; patterns None: none are given."""
+    """What decides whether and how a file is read; patterns None: none are given.
+
+    `reads_text`: files are read as text, as lines of JSON are also where bytes are wanted.
+    """
 
     codec: str
-    raw: bool
-    has_marks: bool
+    reads_text: bool
     packed: Literal["unpack", "keep"]
     include: re.Pattern[str] | None
     exclude: re.Pattern[str] | None
@@ -210,7 +219,7 @@ def _open_source(name: str, path: Path, rules: _Rules) -> Generator[Progress, No
     if not head:
         raise UserError(f"{printable(name)}: is empty; give a file with some text")
     archive = "tar" if head[257:262] == b"ustar" else "zip" if head.startswith(b"PK\x03\x04") else None
-    if archive is not None and not rules.raw:
+    if archive is not None and rules.reads_text:
         raise UserError(f"{printable(name)}: is a {archive} archive; extract it and give the folder")
     settled, n_mark = _settle_codec(head, rules.codec)
     source = Source(
@@ -221,7 +230,7 @@ def _open_source(name: str, path: Path, rules: _Rules) -> Generator[Progress, No
         mtime_ns=status.st_mtime_ns,
         encoding=rules.codec,
         codec=settled,
-        n_mark=n_mark if rules.has_marks else 0,
+        n_mark=n_mark if rules.reads_text else 0,
         packing=packing,
         stored_bytes=status.st_size,
         ctime_ns=status.st_ctime_ns,
@@ -277,9 +286,8 @@ def _search_folder(
                 (path, str(error).removeprefix(prefix).removeprefix("cannot be read; ").split(";")[0])
             )
             continue
-        if source.identity in rules.held_out:
-            skipped.append((path, HELD_OUT))
-        elif not rules.raw and rules.codec not in WIDE and b"\0" in head:
+        is_binary = rules.reads_text and rules.codec not in WIDE and b"\0" in head
+        if is_binary and source.identity not in rules.held_out:
             skipped.append((path, "binary: it holds NUL bytes"))
         else:
             yield source
