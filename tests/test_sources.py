@@ -533,6 +533,28 @@ def test_replacing_is_pythons_own_in_any_pieces(
         assert sum(one.n_replaced for one in chunks) == len(joined) - len(kept)
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-16-be", "utf-32-le", "gb18030", "utf-7"])
+def test_a_replacement_character_of_the_file_is_text(
+    tmp_path: Path, small_chunks: Callable[[int], None], encoding: str
+) -> None:
+    text = "a\ufffdb\ufffd\ufffdc\n" * 3
+    name = write(tmp_path, text.encode(encoding))
+    corpus = find_corpus([name], encoding=encoding, errors="replace")
+    for n in (3, 4, 1 << 20):
+        small_chunks(n)
+        found = run_survey(corpus)
+        assert (found.n_replaced, found.alphabet["\ufffd"]) == (0, 9)
+        assert not any("U+FFFD" in notice for notice in found.notices)
+    if encoding == "utf-7":
+        return
+    wrong = {"utf-8": b"\xff", "gb18030": b"\xff", "utf-32-le": b"\xff" * 4}.get(encoding, b"\xdc\xdc")
+    Path(name).write_bytes(Path(name).read_bytes() + wrong + text.encode(corpus.sources[0].codec))
+    corpus = find_corpus([name], encoding=encoding, errors="replace")
+    for n in (3, 4, 1 << 20):
+        small_chunks(n)
+        assert run_survey(corpus).n_replaced == len(wrong)
+
+
 def read_all(corpus: Corpus) -> bytes:
     return b"".join(read_text(corpus, 0, corpus.n_bytes))
 
@@ -672,7 +694,7 @@ def test_a_split_stands_at_a_character_and_is_the_same_for_raw_bytes(
         min_size=1,
         max_size=30,
     ),
-    encoding=st.sampled_from(sorted(filter(decoding.STATELESS.match, KNOWN_CODECS))),
+    encoding=st.sampled_from(sorted(filter(decoding.is_stateless, KNOWN_CODECS))),
     anchor=st.sampled_from([2, 7, 1 << 16]),
     wanted=st.integers(0, 60),
 )
@@ -690,6 +712,53 @@ def test_where_an_encoding_has_no_state_the_end_is_read_without_the_beginning(
         assert find_split(corpus, wanted) == split
     halves = [b"".join(read_text(corpus, *ends)).decode() for ends in ((0, split), (split, len(joined)))]
     assert "".join(halves) == joined.decode(corpus.sources[0].codec, "replace")
+
+
+# After bytes that are no text a decoder waits for more than it needs: a newline may be among them.
+WAITED_FOR = [
+    ("euc_jp", "8f0a8e0a"),
+    ("euc_jp", "a1818f0a8f8e8e8ea1"),
+    ("euc_jis_2004", "8f0a8e0a8f0a"),
+    ("gb18030", "a4d48f8431a4370a8e0aa141"),
+    ("gb18030", "813041a1a10a81308431a437410a41"),
+    ("euc_kr", "a4d441a10aa48e"),
+    ("euc_kr", "0aa4d40a0a41b0a1a4d4a10a0ab0a10a41"),
+    ("utf-16-le", "00d800d800dc0a0000d80a00fdff410041"),
+]
+
+
+@pytest.mark.parametrize(("encoding", "bytes_in_hex"), WAITED_FOR)
+def test_every_byte_is_read_in_one_of_two_parts(tmp_path: Path, encoding: str, bytes_in_hex: str) -> None:
+    data = bytes.fromhex(bytes_in_hex)
+    name = write(tmp_path, data)
+    strict, corpus = (
+        find_corpus([name], encoding=encoding, errors=errors) for errors in ("strict", "replace")
+    )
+    by_line = find_corpus([name], encoding=encoding, errors="replace", document_separator="\n")
+    n_replaced = run_survey(corpus).n_replaced
+    fault = refusal_of(strict, 0, len(data))
+    assert fault is not None
+    splits = {find_split(one, wanted) for one in (corpus, by_line) for wanted in range(len(data))}
+    for split in splits:
+        ends = (0, split), (split, len(data))
+        for sized in (False, True):
+            parts = [list(read_chunks(corpus, *one, sized=sized)) for one in ends]
+            text = b"".join(chunk.text for chunks in parts for chunk in chunks)
+            assert text.decode() == data.decode(encoding, "replace")
+            assert [sum(chunk.source_bytes for chunk in chunks) for chunks in parts] == [
+                split,
+                len(data) - split,
+            ]
+            assert sum(chunk.n_replaced for chunks in parts for chunk in chunks) == n_replaced
+        assert fault in [refusal_of(strict, *one) for one in ends]
+
+
+def refusal_of(corpus: Corpus, start: int, stop: int) -> str | None:
+    try:
+        list(read_text(corpus, start, stop))
+    except UserError as error:
+        return str(error)
+    return None
 
 
 @settings(max_examples=50, deadline=None)

@@ -115,8 +115,7 @@ def search_corpus(
                 else:
                     (set_aside if one.identity in rules.held_out else found).append(one)
             if len(found) == n_found:
-                told = [*skipped[n_skipped:], *((one.path, HELD_OUT) for one in set_aside[n_aside:])]
-                refusals.append(_has_no_text(name, told, include, exclude))
+                refusals.append(_has_no_text(name, skipped[n_skipped:], include, exclude))
                 # One whose text is held out has some, and what else is named may be enough.
                 if len(set_aside) == n_aside:
                     raise refusals[-1]
@@ -127,8 +126,10 @@ def search_corpus(
         raise refusals[0]
     left = [source for source in found if source.identity not in rules.held_out]
     sources = tuple(_take_once(left or found, skipped))
-    not_read = rules.held_out - {source.identity for source in sources}
-    skipped.extend((one.path, HELD_OUT) for one in (*set_aside, *found) if one.identity in not_read)
+    skipped.extend((one.path, HELD_OUT) for one in found if left and one.identity in rules.held_out)
+    # What was set aside in a folder is read after all where it was named and nothing else is left.
+    read = {source.identity for source in sources}
+    after_all = {(one.path, HELD_OUT) for one in set_aside if one.identity in read}
     yield Corpus(
         sources=sources,
         encoding=codec,
@@ -141,7 +142,7 @@ def search_corpus(
         document_per_file=document_per_file,
         valid_every=valid_every,
         # Folders within one another are looked into twice.
-        skipped=tuple(dict.fromkeys(skipped)),
+        skipped=tuple(one for one in dict.fromkeys(skipped) if one not in after_all),
         overlapping=() if left else tuple(source.name for source in sources),
     )
 
@@ -274,6 +275,7 @@ def _settle_codec(head: bytes, codec: str) -> tuple[str, int]:
 def _search_folder(
     folder: Path, rules: _Rules, skipped: list[tuple[Path, str]]
 ) -> Iterator[Progress | Source]:
+    """Yield the text files of a folder, those too that are held out, and note what is not read."""
     for path in _walk(folder, rules, skipped):
         name = str(path)
         try:
@@ -286,11 +288,12 @@ def _search_folder(
                 (path, str(error).removeprefix(prefix).removeprefix("cannot be read; ").split(";")[0])
             )
             continue
-        is_binary = rules.reads_text and rules.codec not in WIDE and b"\0" in head
-        if is_binary and source.identity not in rules.held_out:
+        if source.identity in rules.held_out:
+            skipped.append((path, HELD_OUT))
+        elif rules.reads_text and rules.codec not in WIDE and b"\0" in head:
             skipped.append((path, "binary: it holds NUL bytes"))
-        else:
-            yield source
+            continue
+        yield source
 
 
 def _walk(folder: Path, rules: _Rules, skipped: list[tuple[Path, str]]) -> Iterator[Path]:
