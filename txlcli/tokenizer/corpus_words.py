@@ -44,7 +44,7 @@ from txlcli.tokenizer.stored import (
 )
 from txlcli.tokenizer.symbols import check_bound, complete_characters
 from txlcli.tokenizer.units import UNIT_BYTES, parts, whole_units
-from txlcli.tokenizer.words import COUNTED_PER_ID, MIN_COUNTED
+from txlcli.tokenizer.words import COUNTED_PER_ID, MIN_COUNTED, without_words
 
 EOS, UNKNOWN = "<eos>", "<unk>"
 
@@ -98,10 +98,7 @@ class CorpusWordTokenizer:
         for sign in (_NEWLINE_WORD, EOS):
             counts.pop(sign, None)
         if not counts:
-            raise UserError(
-                "corpus: nothing but white space; a vocabulary of words needs words; "
-                "give other text, or --tokenizer byte or char, which take it"
-            )
+            raise without_words("nothing but white space")
         counts.setdefault(UNKNOWN, 0)
         ranked = sorted(counts, key=lambda word: (-counts[word], word))[:n_words]
         if UNKNOWN not in ranked:
