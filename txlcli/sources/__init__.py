@@ -6,7 +6,7 @@ the bytes that each character took before; newlines may be left out of it and sp
 published results have it (`convert`). Where a corpus has documents, their ends are marked.
 """
 
-from txlcli.sources.chunk import Chunk, character_ends, code_points, complete_utf8, convert
+from txlcli.sources.chunk import Chunk, character_ends, code_points, convert
 from txlcli.sources.corpus import (
     Corpus,
     DocumentRule,
@@ -32,6 +32,7 @@ from txlcli.sources.survey import (
     told_unseparated,
 )
 from txlcli.sources.unpack import Packing
+from txlcli.tokenizer import complete_utf8
 
 __all__ = [
     "VALID_BYTES_MAX",

@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from txlcli.sources.blocks import read_blocks
-from txlcli.sources.chunk import Chunk, Sizes, character_ends, complete_utf8
+from txlcli.sources.chunk import Chunk, Sizes, character_ends
 from txlcli.sources.corpus import Source
 from txlcli.sources.documents import character_unit
 from txlcli.sources.fault import not_text, undecodable
+from txlcli.tokenizer import complete_utf8
 
 REPLACEMENT = "\ufffd"
 _STATELESS = re.compile(

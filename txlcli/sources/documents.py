@@ -9,8 +9,9 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from txlcli import UserError
-from txlcli.sources.chunk import Chunk, complete_utf8, join_chunks
+from txlcli.sources.chunk import Chunk, join_chunks
 from txlcli.sources.corpus import CHUNK_BYTES, Corpus, Source, printable
+from txlcli.tokenizer import complete_utf8
 
 Part: TypeAlias = Literal["all", "train", "valid"]
 

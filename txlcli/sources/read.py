@@ -15,7 +15,7 @@ from txlcli.sources.fault import NotText, line_of
 
 
 def read_text(corpus: Corpus, start: int, stop: int, *, part: Part = "all") -> Iterator[bytes]:
-    """Yield the text between two bytes of the corpus as UTF-8 chunks of about 1 MB, cut at characters.
+    """Yield the text between two bytes of the corpus as UTF-8 in chunks of about 256 KiB, cut at characters.
 
     Both ends MUST stand at characters, as 0, `n_bytes` and `find_split` do. Raw bytes come as they are. The
     corpus' `newlines` and `spaces` are applied, also to raw bytes; separators of documents are left out.

@@ -42,8 +42,8 @@ from txlcli.tokenizer.stored import (
     to_json,
     write_files,
 )
-from txlcli.tokenizer.symbols import check_bound, complete_characters
-from txlcli.tokenizer.units import UNIT_BYTES, parts, whole_units
+from txlcli.tokenizer.symbols import check_bound
+from txlcli.tokenizer.units import UNIT_BYTES, complete_utf8, parts, whole_units
 from txlcli.tokenizer.words import COUNTED_PER_ID, MIN_COUNTED, without_words
 
 EOS, UNKNOWN = "<eos>", "<unk>"
@@ -282,7 +282,7 @@ def _sizes(text: bytes) -> list[int]:
 def _complete_prefix(text: bytes) -> int:
     # From the last newline but one there are at least two tokens, so nothing before it needs a look.
     start = max(text.rfind(b"\n", 0, max(text.rfind(b"\n"), 0)), 0)
-    return start + sum(_sizes(text[start : complete_characters(text)])[:-1])
+    return start + sum(_sizes(text[start : complete_utf8(text)])[:-1])
 
 
 def _to_text(text: bytes) -> str:
