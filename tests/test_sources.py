@@ -8,6 +8,7 @@ import io
 import json
 import lzma
 import os
+import pkgutil
 import re
 import sys
 import tarfile
@@ -121,6 +122,33 @@ def test_paths_that_are_no_text_are_refused_by_name(tmp_path: Path) -> None:
         find_corpus(["-"])
 
 
+def test_a_file_whose_size_is_not_told_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As Linux does it of what is no file on a disk: in /proc all are empty, in /sys all have 4,096 bytes.
+    name = write(tmp_path, b"some text\n", "a b.txt")
+    real_stat, real_fstat = Path.stat, os.fstat
+    for n_told in (0, 4096):
+
+        def told(status: os.stat_result, n_told: int = n_told) -> os.stat_result:
+            return os.stat_result((*status[:6], n_told, *status[7:]))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "stat", lambda path, told=told, **options: told(real_stat(path, **options)))
+            patch.setattr(os, "fstat", lambda fd, told=told: told(real_fstat(fd)))
+            with pytest.raises(UserError) as caught:
+                find_corpus([name])
+            assert str(caught.value) == (
+                f"{name}: the system does not tell its size; got {n_told:,} bytes, could read 10; "
+                f"give - and send its text to standard input: cat '{name}' | txl train -"
+            )
+            with pytest.raises(UserError, match=r"b\.txt \(the system does not tell its size\)$"):
+                find_corpus([str(tmp_path)])
+    if Path("/proc/cpuinfo").exists():
+        with pytest.raises(
+            UserError, match=r"^/proc/cpuinfo: the system does not tell its size; got 0 bytes, "
+        ):
+            find_corpus(["/proc/cpuinfo"])
+
+
 def test_an_unreadable_file_is_refused_or_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good, bad = write(tmp_path, b"good", "a.txt"), write(tmp_path, b"bad", "b.txt")
     real = os.open
@@ -150,6 +178,11 @@ def test_unknown_encodings_are_refused_with_a_suggestion() -> None:
         with pytest.raises(UserError) as caught:
             find_encoding(name)
         assert str(caught.value) == text
+    # Python has it on Windows alone.
+    assert "mbcs" in encodings.aliases.aliases.values()
+    if sys.platform != "win32":
+        with pytest.raises(UserError, match=r"^--encoding: unknown encoding `mbcs`; (?!did you mean `mbcs`)"):
+            find_encoding("mbcs")
     assert [find_encoding(name) for name in ("UTF8", "utf-8-sig", "latin1", "GBK", "utf-16")] == [
         "utf-8",
         "utf-8",
@@ -157,6 +190,35 @@ def test_unknown_encodings_are_refused_with_a_suggestion() -> None:
         "gbk",
         "utf-16",
     ]
+
+
+def test_encodings_that_are_read_otherwise_in_other_pieces_are_refused() -> None:
+    unstreamed = set()
+    for module in pkgutil.iter_modules(encodings.__path__):
+        with suppress(LookupError, UserError, UnicodeError):
+            codec = codecs.lookup(module.name).name
+            b"a".decode(codec)
+            for text in ("ab\n", "é紅b\n", "ａ日本\n", "я один\n"):
+                for data in (rb"\0444 ", text.encode(codec, "ignore")):
+                    if any(in_pieces(data, codec, n) != data.decode(codec, "replace") for n in (1, 2, 3)):
+                        unstreamed.add(codec)
+    # These two go by a mark at the start, or else by the machine, and are read by that.
+    assert unstreamed - {"utf-16", "utf-32"} == {"punycode", "unicode-escape"}
+    for codec in ("punycode", "unicode_escape"):
+        with pytest.raises(UserError) as caught:
+            find_encoding(codec)
+        assert str(caught.value) == (
+            f"--encoding: {codec.replace('_', '-')} cannot be read in pieces, as texts are; got `{codec}`; "
+            "convert the text to utf-8 first"
+        )
+
+
+def in_pieces(data: bytes, codec: str, n: int) -> str | None:
+    decoder = codecs.getincrementaldecoder(codec)("replace")
+    try:
+        return "".join(decoder.decode(data[i : i + n], i + n >= len(data)) for i in range(0, len(data), n))
+    except UnicodeError:
+        return None
 
 
 OTHERWISE = "train with --encoding-errors replace or --tokenizer byte"
@@ -202,6 +264,12 @@ RENAME = f"mend these bytes, name another encoding with --encoding, or {OTHERWIS
         ),
         (
             b"\x1f\x8b\x08\0",
+            "utf-8",
+            "not utf-8 at byte 1, line 1; got 0x8b; "
+            "it looks like a gzip file: leave out --packed keep, or train with --tokenizer byte",
+        ),
+        (
+            b"\x1f\x8b\x07\0",
             "utf-8",
             "not utf-8 at byte 1, line 1; got 0x8b; "
             "it looks like a gzip file: unpack it first, or train with --tokenizer byte",

@@ -7,6 +7,7 @@ import fnmatch
 import functools
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,10 +30,12 @@ from txlcli.sources.corpus import (
     list_some,
     printable,
 )
-from txlcli.sources.unpack import Damaged, Packing, Unpackers, find_packing
+from txlcli.sources.unpack import Packing, Unpackers, find_packing
 
 # A file is taken for binary if a NUL byte stands in its first bytes, as git does.
 SNIFF_BYTES = 8192
+# Python's decoders of these give other text for other pieces: they forget what a piece began.
+UNSTREAMED = ("punycode", "unicode-escape")
 
 _P = ParamSpec("_P")
 
@@ -196,35 +199,48 @@ def _copy_stdin(copy: Path | None, rules: _Rules) -> Generator[Progress, None, S
     return source
 
 
+class _Refused(UserError):
+    """A file that is not read: `why` in a few words, with a remedy unless it is the system that refuses."""
+
+    def __init__(self, place: str, why: str, remedy: str | None = None) -> None:
+        super().__init__(f"{place}: cannot be read; {why}" if remedy is None else f"{place}: {why}; {remedy}")
+        self.why = why
+
+
 def _open_source(name: str, path: Path, rules: _Rules) -> Generator[Progress, None, tuple[Source, bytes]]:
     """Look at a file and return it with its first bytes; a packed one is unpacked for its size."""
+    shown = printable(name)
     try:
         status = path.stat()
         kind = files.describe_kind(status.st_mode)
         if kind is not None:
-            raise UserError(
-                f"{printable(name)}: is {kind}, not a file; give - and send its text to standard input"
-            )
+            raise _Refused(shown, f"is {kind}, not a file", "give - and send its text to standard input")
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         try:
             head, n_bytes = files.read_at(fd, SNIFF_BYTES, 0), status.st_size
+            told_bytes = os.fstat(fd).st_size
             packing: Packing = find_packing(head) if rules.packed == "unpack" else "none"
         finally:
             os.close(fd)
+        # A writer that goes on meanwhile changes the size, but not to less than could be read.
+        if len(head) > told_bytes or len(head) < min(n_bytes, told_bytes, SNIFF_BYTES):
+            got = f"got {told_bytes:,} bytes, could read {len(head):,}"
+            remedy = f"give - and send its text to standard input: cat {shlex.quote(shown)} | txl train -"
+            raise _Refused(shown, "the system does not tell its size", f"{got}; {remedy}")
         if packing != "none":
-            head, n_bytes = yield from _unpack_once(path, packing, printable(name), rules.unpackers)
+            head, n_bytes = yield from _unpack_once(path, packing, shown, rules.unpackers)
     except OSError as error:
-        raise UserError(f"{printable(name)}: cannot be read; {files.describe_error(error)}") from error
+        raise _Refused(shown, files.describe_error(error)) from error
     except ValueError as error:  # a NUL byte in the name
-        raise UserError(f"{name!r}: cannot be read; {files.describe_error(error)}") from error
+        raise _Refused(repr(name), files.describe_error(error)) from error
     if not head:
-        raise UserError(f"{printable(name)}: is empty; give a file with some text")
+        raise _Refused(shown, "is empty", "give a file with some text")
     archive = "tar" if head[257:262] == b"ustar" else "zip" if head.startswith(b"PK\x03\x04") else None
     if archive is not None and rules.reads_text:
-        raise UserError(f"{printable(name)}: is a {archive} archive; extract it and give the folder")
+        raise _Refused(shown, f"is a {archive} archive", "extract it and give the folder")
     settled, n_mark = _settle_codec(head, rules.codec)
     source = Source(
-        name=printable(name),
+        name=shown,
         path=path,
         # What a writer appends meanwhile is not read.
         n_bytes=n_bytes,
@@ -277,16 +293,10 @@ def _search_folder(
 ) -> Iterator[Progress | Source]:
     """Yield the text files of a folder, those too that are held out, and note what is not read."""
     for path in _walk(folder, rules, skipped):
-        name = str(path)
         try:
-            source, head = yield from _open_source(name, path, rules)
-        except Damaged:
-            raise
-        except UserError as error:
-            prefix = f"{printable(name)}: "
-            skipped.append(
-                (path, str(error).removeprefix(prefix).removeprefix("cannot be read; ").split(";")[0])
-            )
+            source, head = yield from _open_source(str(path), path, rules)
+        except _Refused as error:
+            skipped.append((path, error.why))
             continue
         if source.identity in rules.held_out:
             skipped.append((path, HELD_OUT))
@@ -377,8 +387,29 @@ def find_encoding(name: str) -> str:
     """Return the usual name of an encoding; `utf-8-sig` is `utf-8`, whose mark is dropped anyway.
 
     Raises:
-        UserError: Python knows no such encoding of text; the message suggests one.
+        UserError: Python knows no such encoding of text, then the message suggests one, or cannot read it in
+            pieces.
     """
+    codec = _look_up(name)
+    if codec is None:
+        known = {
+            codec.replace("_", "-")
+            for codec in encodings.aliases.aliases.values()
+            if _look_up(codec) not in (None, *UNSTREAMED)
+        }
+        close = difflib.get_close_matches(name.lower().replace("_", "-"), sorted(known), 1)
+        hint = f"did you mean `{close[0]}`?" if close else "for example utf-8, utf-16, cp1252, gb18030"
+        raise UserError(f"--encoding: unknown encoding `{name}`; {hint}")
+    if codec in UNSTREAMED:
+        raise UserError(
+            f"--encoding: {codec} cannot be read in pieces, as texts are; got `{name}`; "
+            "convert the text to utf-8 first"
+        )
+    return "utf-8" if codec == "utf-8-sig" else codec
+
+
+def _look_up(name: str) -> str | None:
+    """Return what Python calls an encoding of text; None: it has none of this name on this system."""
     try:
         codec = codecs.lookup(name).name
         codecs.getincrementaldecoder(codec)
@@ -386,12 +417,5 @@ def find_encoding(name: str) -> str:
     except UnicodeDecodeError:
         pass  # a lone byte is no text in utf-16, say; the encoding is real
     except (LookupError, ValueError):
-        known = {
-            codec.replace("_", "-")
-            for codec in encodings.aliases.aliases.values()
-            if not codec.endswith("_codec") and codec != "rot_13"
-        }
-        close = difflib.get_close_matches(name.lower().replace("_", "-"), sorted(known), 1)
-        hint = f"did you mean `{close[0]}`?" if close else "for example utf-8, utf-16, cp1252, gb18030"
-        raise UserError(f"--encoding: unknown encoding `{name}`; {hint}") from None
-    return "utf-8" if codec == "utf-8-sig" else codec
+        return None
+    return codec
