@@ -17,9 +17,10 @@ from txlcli.sources.corpus import (
     check_unchanged,
 )
 from txlcli.sources.documents import NotJsonLines, Part
+from txlcli.sources.encoding import find_encoding
 from txlcli.sources.fault import NotText
 from txlcli.sources.read import find_marks, find_place, read_chunks, read_text
-from txlcli.sources.search import find_corpus, find_encoding, search_corpus
+from txlcli.sources.search import find_corpus, search_corpus
 from txlcli.sources.split import find_split
 from txlcli.sources.survey import (
     VALID_BYTES_MAX,

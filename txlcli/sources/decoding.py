@@ -91,8 +91,8 @@ def read_encoded(
 ) -> Iterator[Chunk]:
     """Decode, from the file's start where an encoding carries state, and yield from `lo` on.
 
-    Every byte from `lo` to `hi` is part of what is yielded. Where an encoding carries state those after the
-    last character before `hi` are not: who reads on from there gets the character that they begin.
+    All bytes from `lo` to `hi` are read as text, but where an encoding carries state those after the last
+    character before `hi`: who reads on from there gets the character that they begin.
     """
     decoder = codecs.getincrementaldecoder(source.codec)(errors)
     place = source.n_mark
@@ -117,9 +117,7 @@ def read_encoded(
         n_waiting = len(after[0]) if stateless else 0
         n_replaced, source_bytes, spread = 0, n_read - n_waiting, None
         if sized or (errors == "replace" and REPLACEMENT in text):
-            # After bytes that were wrong more may be taken than wait in the decoder.
-            is_regular = taken == len(state[0])
-            known = _look_up(source.codec, text, state, after, block, lengths) if is_regular else None
+            known = _look_up(source.codec, text, state, after, block, lengths)
             if known is not None:
                 sizes, taken = known, len(after[0])
             else:
@@ -139,15 +137,16 @@ def read_encoded(
             yield Chunk(in_utf8, spread, source_bytes, n_replaced)
             n_read = n_waiting
     if stateless and hi < source.n_bytes and decoder.getstate()[0]:
-        yield _last(decoder, source, hi, taken if sized else n_read, sized)
+        yield _last(decoder, source, hi, sized)
 
 
-def _last(decoder: codecs.IncrementalDecoder, source: Source, hi: int, n_bytes: int, sized: bool) -> Chunk:
+def _last(decoder: codecs.IncrementalDecoder, source: Source, hi: int, sized: bool) -> Chunk:
     """Decode what a decoder waits with where a part ends at a character: bytes that are no text, and others.
 
     It waits since with more bytes they might have been one character. At a file's end Python takes all of
     them for one that is cut; here they are read as before a byte that stands for itself, as a newline does.
     """
+    n_bytes = len(decoder.getstate()[0])
     filler = ("\n" * _LONGEST_CHARACTER).encode(source.codec)
     text = _decode(decoder, filler, source, hi, final=False)[0][:-_LONGEST_CHARACTER]
     sizes = np.array(_shares(n_bytes, text, source.codec), dtype=np.uint32)

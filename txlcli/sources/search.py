@@ -1,8 +1,5 @@
 """From what a user named to the files that are read."""
 
-import codecs
-import difflib
-import encodings.aliases
 import fnmatch
 import functools
 import os
@@ -30,12 +27,11 @@ from txlcli.sources.corpus import (
     list_some,
     printable,
 )
+from txlcli.sources.encoding import find_encoding, settle_codec
 from txlcli.sources.unpack import Packing, Unpackers, find_packing
 
 # A file is taken for binary if a NUL byte stands in its first bytes, as git does.
 SNIFF_BYTES = 8192
-# Python's decoders of these give other text for other pieces: they forget what a piece began.
-UNSTREAMED = ("punycode", "unicode-escape")
 
 _P = ParamSpec("_P")
 
@@ -238,7 +234,7 @@ def _open_source(name: str, path: Path, rules: _Rules) -> Generator[Progress, No
     archive = "tar" if head[257:262] == b"ustar" else "zip" if head.startswith(b"PK\x03\x04") else None
     if archive is not None and rules.reads_text:
         raise _Refused(shown, f"is a {archive} archive", "extract it and give the folder")
-    settled, n_mark = _settle_codec(head, rules.codec)
+    settled, n_mark = settle_codec(head, rules.codec)
     source = Source(
         name=shown,
         path=path,
@@ -270,22 +266,6 @@ def _unpack_once(
             yield Progress(f"unpacking {name}", piece.place, stored_bytes)
     unpackers.give(unpacker)
     return head, unpacker.place
-
-
-def _settle_codec(head: bytes, codec: str) -> tuple[str, int]:
-    """Return the encoding with its byte order settled, and the bytes of a leading byte-order mark."""
-    candidates = [codec]
-    if codec in ("utf-16", "utf-32"):
-        orders = ("le", "be") if sys.byteorder == "little" else ("be", "le")
-        candidates = [f"{codec}-{order}" for order in orders]
-    for candidate in candidates:
-        try:
-            mark = "\ufeff".encode(candidate)
-        except UnicodeError:
-            continue
-        if len(mark) > 1 and head.startswith(mark):
-            return candidate, len(mark)
-    return candidates[0], 0
 
 
 def _search_folder(
@@ -381,41 +361,3 @@ def _take_once(found: Sequence[Source], skipped: list[tuple[Path, str]]) -> Iter
         else:
             seen.add(source.identity)
             yield source
-
-
-def find_encoding(name: str) -> str:
-    """Return the usual name of an encoding; `utf-8-sig` is `utf-8`, whose mark is dropped anyway.
-
-    Raises:
-        UserError: Python knows no such encoding of text, then the message suggests one, or cannot read it in
-            pieces.
-    """
-    codec = _look_up(name)
-    if codec is None:
-        known = {
-            codec.replace("_", "-")
-            for codec in encodings.aliases.aliases.values()
-            if _look_up(codec) not in (None, *UNSTREAMED)
-        }
-        close = difflib.get_close_matches(name.lower().replace("_", "-"), sorted(known), 1)
-        hint = f"did you mean `{close[0]}`?" if close else "for example utf-8, utf-16, cp1252, gb18030"
-        raise UserError(f"--encoding: unknown encoding `{name}`; {hint}")
-    if codec in UNSTREAMED:
-        raise UserError(
-            f"--encoding: {codec} cannot be read in pieces, as texts are; got `{name}`; "
-            "convert the text to utf-8 first"
-        )
-    return "utf-8" if codec == "utf-8-sig" else codec
-
-
-def _look_up(name: str) -> str | None:
-    """Return what Python calls an encoding of text; None: it has none of this name on this system."""
-    try:
-        codec = codecs.lookup(name).name
-        codecs.getincrementaldecoder(codec)
-        b"a".decode(codec)
-    except UnicodeDecodeError:
-        pass  # a lone byte is no text in utf-16, say; the encoding is real
-    except (LookupError, ValueError):
-        return None
-    return codec
