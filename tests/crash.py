@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from tests.stores import content_of
+
 # Where one of these calls another, as Path.rename calls os.rename, only the outer one counts.
 _OF_OS = ("fsync", "rename", "replace", "unlink", "remove", "mkdir", "rmdir", "ftruncate", "link", "write")
 _OF_PATH = ("rename", "replace", "unlink", "mkdir", "rmdir")
@@ -145,12 +147,14 @@ def kill(work: Callable[[], object], at: int) -> None:
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
-    """Return all files of a folder with their bytes, and its folders; random names and the lock left out."""
+    """Return all files of a folder with their bytes, and its folders; what chance and time make left out."""
     found: dict[str, bytes | None] = {}
     for path in sorted(folder.rglob("*")):
         name = re.sub(r"\.[0-9a-f]{8}\.tmp", ".tmp", path.relative_to(folder).as_posix())
         if path.name != ".lock":
             found[name] = path.read_bytes() if path.is_file() else None
+            if name == "data/store.json":
+                found[name] = content_of(path.read_bytes())
     return found
 
 

@@ -32,6 +32,16 @@ def seal_store(run_dir: Path) -> None:
         write_sealed(path, values)
 
 
+def content_of(store_json: bytes) -> bytes:
+    """Return what a store.json says, but for where its files lie on the disk and when they were written."""
+    values = json.loads(store_json)
+    values.pop("checksum", None)
+    for part in values["splits"].values():
+        for file in part["files"].values():
+            del file["inode"], file["mtime_ns"]
+    return json.dumps(values).encode()
+
+
 def unseal_store(run_dir: Path) -> None:
     """Make a store one of an older version, which had no checksums."""
     path = run_dir / "data" / "store.json"

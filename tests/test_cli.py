@@ -1,4 +1,5 @@
 import errno
+import io
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,9 +21,13 @@ from typer.testing import CliRunner
 
 from tests.stores import write_sealed
 from txlcli import UserError, config, train
+from txlcli.api import load
 from txlcli.cli import main
 from txlcli.cli.flags import parse_mem_lens
+from txlcli.cli.interactive import Conversation
+from txlcli.cli.signals import Interruption
 from txlcli.generate import SamplingOptions
+from txlcli.report import Screen
 from txlcli.run import Run
 
 SIZES = "--d-model 16 --n-layer 2 --n-head 2 --tgt-len 8 --mem-len 8 --batch-size 4 --clamp-len none"
@@ -105,6 +111,7 @@ FLAGS = {
         "--prompt": None,
         "--prompt-file": None,
         "--echo/--no-echo": True,
+        "--interactive": False,
         "--run": None,
         "--checkpoint": "best",
         "--moses": False,
@@ -183,7 +190,7 @@ def test_flags_and_defaults(command):
 
 
 def test_settings_of_a_model_that_cannot_be_built_yet_have_no_flag():
-    unbuilt = {"--interactive", "--plot", "--effective-context"}
+    unbuilt = {"--plot", "--effective-context"}
     for command in FLAGS:
         text = run(command, "--help").stdout
         assert not unbuilt & set(re.findall(r"--[a-z-]+", text))
@@ -771,6 +778,107 @@ def test_samples_are_parted_by_an_empty_line(trained):
     result = generate(trained, "--num-samples", 3, "--stop", "\n", "--no-echo")
     assert len(result.stdout.split("\n\n")) == 3
     assert generate(trained, "--quiet").stderr == ""
+
+
+# Writing in turn
+
+
+def screen(*, is_terminal=False, is_quiet=False):
+    stream = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)
+    return Screen(stream, is_terminal, False, False, True, 80, is_quiet)
+
+
+def written(screen):
+    return screen.stream.buffer.getvalue().decode()
+
+
+@pytest.fixture
+def hold(trained, monkeypatch):
+    """Hold a conversation at a terminal, and return what was written to both streams."""
+
+    def hold(typed, prompt=None, *, should_stop=None, **more):
+        torch.set_num_threads(1)
+        stdin = SimpleNamespace(buffer=io.BytesIO(typed), isatty=lambda: True)
+        monkeypatch.setattr("sys.stdin", stdin)
+        error, out = screen(), screen(is_terminal=True)
+        lm, interruption = load(trained, device="cpu"), Interruption()
+        flags = {"is_echoed": True, "is_json": False, "has_logprobs": False, **more}
+        options = SamplingOptions(max_tokens=4, seed=1, temperature=0)
+        conversation = Conversation(lm, options, error, out, interruption, **flags)
+        if should_stop is not None:
+            should_stop(conversation, interruption)
+        conversation.hold(prompt)
+        return written(error), written(out)
+
+    return hold
+
+
+def test_at_a_terminal_nothing_typed_is_repeated_and_each_line_is_asked_for(hold):
+    told, shown = hold(b"the \n\nquick\n")
+    assert told == "» » » » "
+    lines = shown.split("\n")
+    assert "the" not in lines[0]
+    assert shown.endswith("\n")
+    told, shown = hold(b"quick\n", b"the ")
+    assert shown.startswith("the ")
+    assert told == "» » "
+
+
+def test_what_a_model_cannot_read_ends_nothing_at_a_terminal(hold):
+    told, shown = hold(b"\xff\nthe\n")
+    assert told.startswith("» warning: prompt: not UTF-8; got byte 0xff at offset 0; ")
+    assert told.endswith("\n» » ")
+    assert shown == hold(b"the\n")[1]
+    told, _ = hold("東\n".encode())
+    assert told == "» note: prompt: not in the vocabulary, read as bytes: `東`\n» "
+
+
+def test_ctrl_c_ends_an_answer_and_then_the_command(hold):
+    def stop(conversation, interruption):
+        answer, n_events = conversation.lm.answer, iter(range(100))
+
+        def interrupted(*args):
+            for event in answer(*args):
+                if next(n_events) == 1:
+                    interruption.stop()
+                yield event
+
+        # A frozen dataclass, of which this test needs one that is interrupted.
+        object.__setattr__(conversation.lm, "answer", interrupted)
+
+    told, shown = hold(b"the \nthe \n", should_stop=stop)
+    assert told == "» » » "
+    first, second = shown.rstrip("\n").split("\n")[0], shown
+    assert len(first) == 2
+    assert len(second) > 5
+
+
+def test_lines_of_a_pipe_are_answered_in_turn(trained):
+    args = ("generate", "--run", trained, "--max-tokens", 7, "--seed", 1, "--interactive")
+    result = run(*args, "--json", "--logprobs", stdin="the \n\nfox\n")
+    first, second, third = map(json.loads, result.stdout.splitlines())
+    assert [one["prompt"] for one in (first, second, third)] == ["the \n", "", "fox\n"]
+    assert [one["sample"] for one in (first, second, third)] == [0, 1, 2]
+    assert len(third["logprobs"]) == third["tokens"] == 7
+    text = "the \n" + first["text"] + second["text"] + "fox\n" + third["text"]
+    assert run(*args, stdin="the \n\nfox\n").stdout == text
+    assert run(*args, "--no-echo", stdin="the \n\nfox\n").stdout == text.replace("the \n", "", 1).replace(
+        "fox\n", "", 1
+    )
+    assert run(*args, "--prompt", "the ", stdin="").stdout == run(*args[:-1], "--prompt", "the ").stdout
+    assert run(*args, stdin="").stdout == ""
+    assert run(*args, "--quiet", stdin="the \n").stderr == ""
+
+
+def test_what_does_not_go_with_it_is_refused(trained):
+    assert refusal("generate", "--interactive", "--num-samples", 2) == (
+        "--num-samples: must be 1 with --interactive; got 2"
+    )
+    assert refusal("generate", "--interactive", "--prompt-file", "-") == (
+        "--prompt-file: standard input is what --interactive reads; give a file or --prompt"
+    )
+    error = run("generate", "--run", trained, "--interactive", stdin=b"\xff\n", code=2).stderr
+    assert error.splitlines()[-1].startswith("error: prompt: not UTF-8; got byte 0xff at offset 0; ")
 
 
 def test_generated_json(trained):

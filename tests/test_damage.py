@@ -5,6 +5,7 @@ import shutil
 import threading
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,22 @@ from txlcli import UserError, checksums
 from txlcli.cli import main
 from txlcli.cli.signals import Interruption
 from txlcli.config import build, from_flags, override, read_settings
-from txlcli.data import damage, read_store_info
+from txlcli.data import (
+    Origin,
+    StoredRun,
+    StoreInfo,
+    check_store,
+    damage,
+    find_store,
+    is_untouched,
+    open_split,
+    read_store_info,
+)
+from txlcli.data.info import SPLITS, write_store_info
 from txlcli.report import Stages
 from txlcli.run import Run
 from txlcli.train import (
+    Evaluated,
     Event,
     Finished,
     Notice,
@@ -260,9 +273,9 @@ def second(run: Run, trained: Path) -> Run:
     return Run(run.folder.parent / "first")
 
 
-def begin_second(beside: Run, trained: Path, name: str) -> tuple[Ready, list[Event]]:
+def begin_second(beside: Run, trained: Path, name: str, **changes: Any) -> tuple[Ready, list[Event]]:
     corpus = trained.parent / "words.txt"
-    settings = from_flags({**flags(corpus), "test": str(corpus)})
+    settings = from_flags({**flags(corpus), "test": str(corpus), **changes})
     events = list(begin(settings, out=beside.folder.parent / name))
     ready = events[-1]
     assert isinstance(ready, Ready)
@@ -355,11 +368,120 @@ def test_what_waits_for_the_check_says_so(
         if isinstance(event, Progress) and event.stage == CHECKING:
             gate.set()
     at = kinds.index(Notice)
-    assert Saved not in kinds[1:at]
+    assert kinds[:1] == [Saved]  # the weights that it begins with
+    assert not {Saved, Evaluated} & {*kinds[1:at]}
     assert kinds[at + 1] == Progress
     assert kinds.count(Notice) == 1
     model = Path("checkpoints/step-0000002/model.safetensors")
     assert (second.folder / model).read_bytes() == (trained / model).read_bytes()
+
+
+@pytest.mark.parametrize("end", ["save", "stop", "interruption"])
+def test_each_save_waits_for_the_check(
+    second: Run, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setattr(loop, "TOLD_S", 0)
+    changes = from_flags({"steps": 4, "eval_every": 4, **({"save_every": 1} if end == "save" else {})})
+    config = build(override(read_settings(second.config_path), changes))
+    kinds = list[type[Event]]()
+    for event in train(
+        second,
+        config,
+        stop_at=1 if end == "stop" else None,
+        should_stop=lambda: end == "interruption" and Stepped in kinds,
+    ):
+        kinds.append(type(event))
+        if isinstance(event, Notice):
+            assert kinds.count(Saved) == 1
+            gate.set()
+    assert gate.is_set()
+    assert kinds.count(Notice) == 1
+    assert kinds.count(Saved) == (5 if end == "save" else 2)
+
+
+def test_a_training_that_is_left_leaves_no_thread(second: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never_ends(*_: Any) -> Iterator[int]:
+        while True:
+            checksums.checksum(bytes(1 << 20))  # lets other threads run
+            yield 1
+
+    monkeypatch.setattr(damage, "check_written", never_ends)
+    monkeypatch.setattr(damage, "WATCHED_BYTES", 1)
+    events = train(second, build(read_settings(second.config_path)))
+    assert isinstance(next(events), Saved)
+    assert [one.name for one in threading.enumerate()].count(CHECKING) == 1
+    events.close()  # type: ignore[attr-defined]
+    assert [one.name for one in threading.enumerate()].count(CHECKING) == 0
+
+
+def test_steps_are_timed_on_ids_that_are_checked(second: Run, trained: Path) -> None:
+    """Timing reads them too, and what it met would be told of a run that is discarded."""
+    harm_unseen(second.data_folder / "train.ids")
+    with pytest.raises(UserError, match=r"train\.ids: damaged; its bytes are not those that were written"):
+        list(resume(second, from_flags({"minutes": "0.0001"})))
+    harm_unseen(second.data_folder / "train.ids")  # sound again
+    list(check_store(second.folder, read_store_info(second.folder), SPLITS))
+    third, _ = begin_second(second, trained, "third")
+    harm_unseen(third.run.data_folder / "train.ids")
+    _, events = begin_second(second, trained, "fourth", steps=None, minutes="0.0001")
+    assert len([text for text in told(events) if "cannot be taken" in text]) == 1
+
+
+@pytest.mark.parametrize("name", ["test.ids", "valid.ids", "train.ids"])
+def test_damage_that_anybody_finds_is_handed_on_by_nobody(second: Run, trained: Path, name: str) -> None:
+    """That of the test text is looked for at once: no training would."""
+    path = second.data_folder / name
+    harm_unseen(path)
+    if name == "valid.ids":
+        with pytest.raises(UserError, match=r"valid\.ids: damaged; its bytes"):
+            list(check_store(second.folder, read_store_info(second.folder), ["valid"]))
+    elif name == "train.ids":
+        with open_split(second.folder, "train") as store:
+            store.n_vocab = 1
+            with pytest.raises(UserError, match="damaged; got id"):
+                store.read(0, store.n_tokens)
+    third, events = begin_second(second, trained, "third")
+    assert len([text for text in told(events) if "cannot be taken" in text]) == 1
+    assert (third.run.data_folder / name).read_bytes() == (trained / "data" / name).read_bytes()
+
+
+def test_files_of_an_unknown_time_are_hashed_first(second: Run) -> None:
+    """Those of stores of before, and where the system has no inodes."""
+    info = read_store_info(second.folder)
+    splits = {
+        split: replace(
+            part,
+            files={name: replace(one, inode=None, mtime_ns=None) for name, one in part.files.items()},
+        )
+        for split, part in info.splits.items()
+    }
+    write_store_info(second.data_folder, replace(info, splits=splits))
+    assert read_store_info(second.folder) == info  # what it holds is the same
+    ready = list(resume(second, from_flags({"steps": 3})))[-1]
+    assert isinstance(ready, Ready)
+    assert ready.is_checked
+    unseal_store(second.folder)
+    assert not is_untouched(second.folder, read_store_info(second.folder), SPLITS)
+
+
+def test_what_could_not_be_hashed_is_like_nothing_else() -> None:
+    info = StoreInfo(
+        n_vocab=1,
+        dtype="uint8",
+        start_id=0,
+        tokenizer="",
+        encoding="utf-8",
+        corpus=(),
+        sha256=None,
+        split_at=0,
+        splits={},
+        rules="same",
+    )
+    origin = Origin({}, {}, {"train": None}, rules="same")
+    assert find_store([StoredRun(Path("run"), info)], origin) is None
+    origin.hashes["train"] = "ab"
+    known = StoredRun(Path("run"), replace(info, sha256="ab"))
+    assert find_store([known], origin) == known
 
 
 def test_damage_ends_a_training_as_soon_as_it_is_found(second: Run, gate: threading.Event) -> None:

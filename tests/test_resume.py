@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -482,6 +483,17 @@ def test_what_may_not_change_is_refused_by_name(
         list(resume(ready.run, from_flags(changes)))
     assert text.format(run=ready.run.folder) in str(error.value)
     assert ready.run.config_path.read_bytes() == before
+
+
+def test_a_length_made_too_short_by_hand_is_named_by_its_file(tmp_path: Path) -> None:
+    ready = make_run(tmp_path, steps=4)
+    list(train(ready.run, ready.config, stop_at=3))
+    path = ready.run.config_path
+    path.write_text(re.sub(r"steps: 4\b", "steps: 2", path.read_text()))
+    with pytest.raises(UserError) as error:
+        list(resume(ready.run, {}))
+    place = f"{path}: steps: below the saved step"
+    assert str(error.value) == f"{place}; got 2 steps, {ready.run.folder} is at step 3; give 3 or more"
 
 
 def test_a_place_to_stop_that_lies_behind_is_refused(tmp_path: Path) -> None:

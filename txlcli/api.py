@@ -37,6 +37,7 @@ from txlcli.data import (
 from txlcli.device import Precision, choose_device, choose_precision, repeat_exactly
 from txlcli.evaluate import Score, evaluate, final_score
 from txlcli.generate import (
+    Dialogue,
     Event,
     GeneratedText,
     Prompt,
@@ -141,15 +142,36 @@ class LanguageModel:
         events = generate(
             self.model, self.tokenizer, read, options, precision=self._precision(is_generating=True)
         )
+        return self._joined(events, read)
+
+    def dialogue(self, options: SamplingOptions) -> Dialogue:
+        """Begin a text to which user and model add in turn; see `answer`."""
+        return Dialogue(self.model, self.tokenizer, options, precision=self._precision(is_generating=True))
+
+    def answer(self, dialogue: Dialogue, added: str | bytes | Prompt) -> Iterator[Event]:
+        """Add to a dialogue, and yield pieces of what the model answers and then the whole answer."""
+        read = added if isinstance(added, Prompt) else self.read_prompt(added, dialogue)
+        events = dialogue.answer(read)
+        return self._joined(events, read)
+
+    def _joined(self, events: Iterator[Event], read: Prompt) -> Iterator[Event]:
+        """Put words back together to raw text where the model writes words that Moses' rules split."""
         if isinstance(self.tokenizer, MosesTokenizer):
             return joined(events, self.tokenizer, read.text)
         return events
 
-    def read_prompt(self, prompt: str | bytes) -> Prompt:
-        """Turn a prompt into tokens; its notices name characters that the vocabulary does not have."""
-        data = self.config.data
+    def read_prompt(self, prompt: str | bytes, dialogue: Dialogue | None = None) -> Prompt:
+        """Turn a prompt, or what is added to a dialogue, into tokens.
+
+        Its notices name characters that the vocabulary does not have.
+        """
+        data, is_first = self.config.data, dialogue is None or dialogue.n_answers == 0
         return encode_prompt(
-            self.tokenizer, prompt, self.start_id, newlines=data.newlines, spaces=data.spaces
+            self.tokenizer,
+            prompt,
+            self.start_id if is_first else None,
+            newlines=data.newlines,
+            spaces=data.spaces,
         )
 
     # Scoring

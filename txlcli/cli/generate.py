@@ -23,8 +23,10 @@ from txlcli.cli.flags import (
     option,
     setting,
 )
+from txlcli.cli.interactive import Conversation
+from txlcli.cli.output import TextOutput, json_line
 from txlcli.cli.signals import Interruption, listening
-from txlcli.report import Screen, json_text
+from txlcli.report import Screen
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -54,6 +56,10 @@ def generate(
     is_echoed: Annotated[
         bool, option("--echo/--no-echo", help="print the prompt before its text", has_default=True)
     ] = True,
+    is_interactive: Annotated[
+        bool,
+        option("--interactive", help="answer each line of standard input; an empty one: just go on"),
+    ] = False,
     run: RunFlag = None,
     checkpoint: CheckpointFlag = "best",
     is_raw: MosesFlag = False,
@@ -159,9 +165,15 @@ def generate(
 
     Reads a run and prints text as it is made, at constant cost per token, and nothing else on stdout;
     settings and seed go to stderr. With --json, one JSON object a line for each sample when it is finished.
+    With --interactive you and the model write in turn, and its memory holds all of it; Ctrl-C ends an answer,
+    the end of the input (Ctrl-D) the command.
     """
     if prompt is not None and prompt_file is not None:
         raise UserError("--prompt-file: cannot go with --prompt; give one of them")
+    if is_interactive and prompt_file == "-":
+        raise UserError("--prompt-file: standard input is what --interactive reads; give a file or --prompt")
+    if is_interactive and num_samples != 1:
+        raise UserError(f"--num-samples: must be 1 with --interactive; got {num_samples}")
     if has_logprobs and not is_json:
         raise UserError("--logprobs: goes with --json only")
     machine = {
@@ -191,6 +203,21 @@ def generate(
         source = _read_prompt(prompt, prompt_file)
         screen, out = Screen.of(sys.stderr, is_quiet=is_quiet), Screen.of(sys.stdout)
         lm = load(run, checkpoint, moses=is_raw, **machine)
+        if is_interactive:
+            _told(lm, options, screen)
+            conversation = Conversation(
+                lm,
+                options,
+                screen,
+                out,
+                interruption,
+                is_echoed=is_echoed,
+                is_json=is_json,
+                has_logprobs=has_logprobs,
+            )
+            conversation.hold(source if prompt is not None or prompt_file is not None else None)
+            interruption.leave()
+            return
         pieces = _pieces(lm, source, options, screen)
         if is_json:
             _write_json(pieces, out, has_logprobs, interruption)
@@ -217,11 +244,7 @@ def _pieces(
     from txlcli.generate import GeneratedText, in_order
 
     prompt = lm.read_prompt(source)
-    if lm.damage is not None:
-        screen.warn(lm.damage)
-    for notice in (*lm.notices, *prompt.notices):
-        screen.note(notice)
-    screen.aside(" · ".join(_settings(lm, options)))
+    _told(lm, options, screen, prompt.notices)
     for event in in_order(lm.stream(prompt, options)):
         yield event
         if isinstance(event, GeneratedText):
@@ -229,6 +252,17 @@ def _pieces(
     if finished.tokens_per_s is not None:
         each = " each" if options.num_samples > 1 else ""
         screen.aside(f"{finished.tokens_per_s:,.0f} tokens/s{each}")
+
+
+def _told(
+    lm: "LanguageModel", options: "SamplingOptions", screen: Screen, notices: tuple[str, ...] = ()
+) -> None:
+    """Say what is about to happen, and what the user should know about it."""
+    if lm.damage is not None:
+        screen.warn(lm.damage)
+    for notice in (*lm.notices, *notices):
+        screen.note(notice)
+    screen.aside(" · ".join(_settings(lm, options)))
 
 
 def _settings(lm: "LanguageModel", options: "SamplingOptions") -> list[str]:
@@ -269,20 +303,17 @@ def _write_text(
     """Print texts as they are made, an empty line between samples."""
     from txlcli.generate import Piece
 
-    sample, waiting = -1, b""
+    sample, text = -1, TextOutput(out)
     for event in pieces:
         if event.sample != sample:
             sample = event.sample
-            out.write_text((b"\n\n" if sample else b"") + echo)
+            text.write((b"\n\n" if sample else b"") + echo)
         if isinstance(event, Piece):
-            # A carriage return waits for what follows it: as part of a line end it is no control code.
-            text = waiting + event.text.encode()
-            waiting = b"\r" if text.endswith(b"\r") else b""
-            out.write_text(text.removesuffix(waiting))
+            text.write(event.text.encode())
         else:
-            is_end = out.is_terminal and sample == n_samples - 1
-            out.write_text(waiting + (b"\n" if is_end else b""))
-            waiting = b""
+            text.end()
+            if out.is_terminal and sample == n_samples - 1:
+                text.write(b"\n")
         if interruption():
             break
 
@@ -295,10 +326,6 @@ def _write_json(
 
     for event in pieces:
         if isinstance(event, GeneratedText):
-            names = ["sample", "prompt", "text", "tokens", "stop", "seed", "tokens_per_s"]
-            values = {
-                name: getattr(event, name) for name in [*names, *(["logprobs"] if has_logprobs else [])]
-            }
-            out.write_text(json_text(values).encode() + b"\n")
+            out.write_text(json_line(event, has_logprobs=has_logprobs))
         if interruption():
             break

@@ -54,6 +54,10 @@ class Interruption:
         """Ask to stop where no signal did."""
         self.signal = self.signal or signal.SIGINT
 
+    def forget(self) -> None:
+        """Take the wish as fulfilled, so that the next signal is the first again."""
+        self.signal = 0
+
     def leave(self) -> None:
         """Exit with the code of the signal if there was one: 130 or 143."""
         if self.signal:

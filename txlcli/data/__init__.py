@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 from txlcli.data.damage import CHECKING, CheckBeside, check_store, is_untouched
 from txlcli.data.info import SourceInfo, Split, SplitInfo, StoreInfo, TextInfo, read_store_info
-from txlcli.data.origin import Look, Origin, hash_rules, reading_rules
+from txlcli.data.origin import Hashing, Look, Origin, hash_rules, reading_rules
 from txlcli.data.prepare import Prepared, encode_text, prepare
 from txlcli.data.reuse import (
     StoredRun,
@@ -67,6 +67,7 @@ __all__ = [
     "Batches",
     "CheckBeside",
     "Counts",
+    "Hashing",
     "Look",
     "Origin",
     "Prepared",

@@ -26,13 +26,19 @@ class FileInfo:
     """A file as it was written.
 
     `inode` and `mtime_ns` tell that nobody has touched it since, and nothing of what it holds; None in stores
-    of before.
+    of before, and where the system has no inodes.
     """
 
     n_bytes: int
     sha256: str
     inode: int | None = field(default=None, compare=False)
     mtime_ns: int | None = field(default=None, compare=False)
+
+    def at(self, path: Path) -> "FileInfo":
+        """Return what is known of the same file where it lies now."""
+        status = path.stat()
+        inode = files.inode_of(status)
+        return dataclasses.replace(self, inode=inode, mtime_ns=None if inode is None else status.st_mtime_ns)
 
 
 @dataclass(frozen=True, kw_only=True)

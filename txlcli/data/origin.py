@@ -148,7 +148,7 @@ class Hashing:
         self._looks = looks
         self.n_bytes = sum(source.n_bytes for look in looks.values() for source in look.sources)
         self._hashes: dict[Split, str | None] = {}
-        self._fault: UserError | None = None
+        self._fault: BaseException | None = None
         self._n_read = self._n_allowed = 0
         self._is_over = False
         self._changed = threading.Condition()
@@ -197,10 +197,10 @@ class Hashing:
         try:
             for name, look in self._looks.items():
                 self._hashes[name] = self._hash(look)
-        except UserError as error:
-            self._fault = error
         except OSError as error:
             self._fault = UserError(f"{error.filename}: cannot be read; {files.describe_error(error)}")
+        except BaseException as error:  # a bug, which is for whoever asks for the result
+            self._fault = error
 
     def _hash(self, look: Look) -> str | None:
         digest = hashlib.sha256()

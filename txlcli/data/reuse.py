@@ -261,13 +261,12 @@ def _renamed(info: StoreInfo, origin: Origin) -> StoreInfo:
 
 def _restamped(info: StoreInfo, folder: Path) -> StoreInfo:
     """Record the inodes and times that the files have here, so that they are known as untouched later."""
-    splits = {}
-    for split, part in info.splits.items():
-        held = {}
-        for name, file in part.files.items():
-            status = (folder / f"{split}.{name}").stat()
-            held[name] = dataclasses.replace(file, inode=files.inode_of(status), mtime_ns=status.st_mtime_ns)
-        splits[split] = dataclasses.replace(part, files=held)
+    splits = {
+        split: dataclasses.replace(
+            part, files={name: one.at(folder / f"{split}.{name}") for name, one in part.files.items()}
+        )
+        for split, part in info.splits.items()
+    }
     return dataclasses.replace(info, splits=splits)
 
 

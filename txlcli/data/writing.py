@@ -1,7 +1,6 @@
 """The files of a split, as its pieces come in."""
 
 import hashlib
-import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -10,7 +9,6 @@ import numpy.typing as npt
 
 from txlcli.data.encoding import Encoded
 from txlcli.data.info import FileInfo, SplitInfo
-from txlcli.files import inode_of
 
 BLOCK_ITEMS = 1 << 20
 
@@ -95,8 +93,7 @@ class _HashedFile:
 
     def info(self) -> FileInfo:
         """Say what it is, once it is closed."""
-        status = os.stat(self.file.name)  # noqa: PTH116
-        return FileInfo(self._n_bytes, self._digest.hexdigest(), inode_of(status), status.st_mtime_ns)
+        return FileInfo(self._n_bytes, self._digest.hexdigest()).at(Path(self.file.name))
 
     def close(self) -> None:
         """Let the file go."""

@@ -30,6 +30,7 @@ from txlcli.generate.decode import (
     in_order,
     read_prompt,
 )
+from txlcli.generate.dialogue import Dialogue
 from txlcli.generate.joined import joined
 from txlcli.generate.options import SamplingOptions
 from txlcli.generate.sampling import (
@@ -46,6 +47,7 @@ from txlcli.generate.text import Prompt, encode_prompt, split_at_stop, to_bytes
 __all__ = [
     "DOCUMENT",
     "LENGTH",
+    "Dialogue",
     "Event",
     "GeneratedText",
     "Piece",

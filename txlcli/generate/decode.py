@@ -4,6 +4,7 @@ import codecs
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -94,16 +95,12 @@ def generate(
     model.refuse_lengths(asked)
     lengths = _at_most(asked, len(prompt.ids) + options.max_tokens)
     n_samples = options.num_samples
-    try:
+    with fits_in_memory(model, lengths, n_samples):
         log_probs, cache = read_prompt(model, prompt.ids, lengths, precision=precision)
         cache = cache.repeat(n_samples)
-    except (RuntimeError, MemoryError) as error:
-        # The CPU's allocator runs out with a plain RuntimeError.
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
-            raise UserError(_too_large(model, lengths, n_samples)) from error
-        raise
-    samples = [_Sample(k, tokenizer, prompt, options, lengths.mem_len) for k in range(n_samples)]
-    rows = np.broadcast_to(_numbers(log_probs), (len(samples), log_probs.shape[-1]))
+    window = lengths.mem_len
+    samples = [Sample(k, tokenizer, prompt.text, prompt.ids, options, window) for k in range(n_samples)]
+    rows = np.broadcast_to(numbers(log_probs), (len(samples), log_probs.shape[-1]))
     elapsed_s = 0.0
     for n_drawn in range(1, options.max_tokens + 1):
         begin_s = time.perf_counter()
@@ -111,7 +108,7 @@ def generate(
             # Samples that ended stay in the batch: their last token is fed again and the result ignored.
             tokens = torch.tensor([[sample.ids[-1]] for sample in samples], device=log_probs.device)
             log_probs, cache = feed(model, tokens, cache, precision=precision)
-            rows = _numbers(log_probs)
+            rows = numbers(log_probs)
         running = [sample for sample in samples if sample.stop is None]
         pieces = [Piece(sample.number, sample.add(rows[sample.number])) for sample in running]
         if n_drawn > 1:
@@ -174,7 +171,7 @@ def feed(
         return model.log_probs(hidden[:, -1]), cache
 
 
-def _numbers(log_probs: Float[Tensor, "B V"]) -> Floats:
+def numbers(log_probs: Float[Tensor, "B V"]) -> Floats:
     """Return log-probabilities as float64 on the CPU; MPS has no float64, so they move first."""
     numbers: Floats = log_probs.cpu().double().numpy()
     return numbers
@@ -188,6 +185,22 @@ def _at_most(lengths: Lengths, n_tokens: int) -> Lengths:
     return lengths._replace(mem_len=min(lengths.mem_len, n_tokens))
 
 
+@contextmanager
+def fits_in_memory(model: TransformerXL, lengths: Lengths, n_samples: int) -> Iterator[None]:
+    """Word memory that runs out in the block, in which the cache of some samples is made.
+
+    Raises:
+        UserError: it did.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        # The CPU's allocator runs out with a plain RuntimeError.
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
+            raise UserError(_too_large(model, lengths, n_samples)) from error
+        raise
+
+
 def _too_large(model: TransformerXL, lengths: Lengths, n_samples: int) -> str:
     n_rows = lengths.mem_len + lengths.tgt_len
     row = 2 * len(model.layers) * model.n_head * model.d_head * model.dtype.itemsize
@@ -198,20 +211,33 @@ def _too_large(model: TransformerXL, lengths: Lengths, n_samples: int) -> str:
     )
 
 
-class _Sample:
-    """One sample in the making."""
+class Sample:
+    """One sample in the making.
+
+    Args:
+        number: Its number, from 0.
+        tokenizer: The tokenizer.
+        prompt: The text that it is told to follow.
+        before: The tokens before it, at least one; of many the last `window` are enough.
+        options: How to draw; seeded.
+        window: How many tokens the repetition penalty looks at.
+    """
 
     def __init__(
-        self, number: int, tokenizer: Tokenizer, prompt: Prompt, options: SamplingOptions, window: int
+        self,
+        number: int,
+        tokenizer: Tokenizer,
+        prompt: str,
+        before: Ids,
+        options: SamplingOptions,
+        window: int,
     ) -> None:
         assert options.seed is not None
         self.number, self.tokenizer, self.prompt, self.options = number, tokenizer, prompt, options
         self.control_ids = np.array(tokenizer.control_ids, dtype=np.int64)
         self.random = random_stream(options.seed, number)
-        self.recent: deque[int] = deque(
-            map(int, prompt.ids[max(0, len(prompt.ids) - window) :]), maxlen=window
-        )
-        self.previous = int(prompt.ids[-1])
+        self.recent: deque[int] = deque(map(int, before[max(0, len(before) - window) :]), maxlen=window)
+        self.previous = int(before[-1])
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.waiting = ""
         self.ids: list[int] = []
@@ -249,7 +275,7 @@ class _Sample:
         n_later = len(self.ids) - 1
         return GeneratedText(
             sample=self.number,
-            prompt=self.prompt.text,
+            prompt=self.prompt,
             text="".join(self.texts),
             tokens=len(self.ids),
             stop=self.stop,

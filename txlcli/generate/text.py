@@ -19,7 +19,7 @@ class Prompt:
 
     Attributes:
         text: What the user gave, bytes that are not UTF-8 replaced.
-        ids: Its tokens, at least one: an empty prompt is read as the start token, which is part of no text.
+        ids: Its tokens. A text that begins empty is read as the start token, which is part of no text.
         notices: What the user should know about it.
     """
 
@@ -44,7 +44,7 @@ def to_bytes(text: str | bytes, place: str) -> bytes:
 def encode_prompt(
     tokenizer: Tokenizer,
     text: str | bytes,
-    start_id: int,
+    start_id: int | None,
     *,
     newlines: Newlines = "keep",
     spaces: Spaces = "keep",
@@ -55,7 +55,7 @@ def encode_prompt(
         tokenizer: The run's tokenizer.
         text: The prompt. In a string lone surrogates may stand for bytes that are not UTF-8, as Python
             hands over arguments of the command line.
-        start_id: The token that an empty prompt starts from.
+        start_id: The token that an empty prompt starts from; None: it follows other text and has none.
         newlines: How the run reads newlines; a prompt of nothing but dropped ones is empty.
         spaces: How the run reads spaces.
 
@@ -82,7 +82,7 @@ def encode_prompt(
         kept = np.flatnonzero(np.frombuffer(source, np.uint8) != ord("\n")) if newlines == "drop" else None
         offset = error.offset if kept is None else int(kept[error.offset])
         raise error.at("prompt", f"byte {offset}") from None
-    if len(ids) == 0:
+    if len(ids) == 0 and start_id is not None:
         ids = np.array([start_id], dtype=np.int32)
     return Prompt(shown, ids, notices)
 

@@ -23,6 +23,7 @@ def open_bar(
     layout: str,
     text: str,
     total: int | None,
+    done: int = 0,
     *,
     is_scaled: bool = False,
     is_left: bool = False,
@@ -34,6 +35,7 @@ def open_bar(
     bar: tqdm[NoReturn] = tqdm(
         desc=text,
         total=total,
+        initial=done,
         file=screen.stream,
         bar_format=layout,
         dynamic_ncols=True,
@@ -76,7 +78,7 @@ class Stages:
             self.close()
             self._stage = stage
             layout = "{desc}  {percentage:3.0f}% {bar} {n_fmt}/{total_fmt}{postfix}" if total else "{desc}"
-            self._bar = open_bar(self.screen, layout, stage, total or None, is_scaled=True)
+            self._bar = open_bar(self.screen, layout, stage, total or None, done, is_scaled=True)
         assert self._bar is not None
         # The layout puts a comma before it.
         self._bar.set_postfix_str(", ".join(self._speed(done, total, unit)), refresh=False)

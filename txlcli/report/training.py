@@ -142,7 +142,7 @@ class Training:
         numbers = self._numbers(event, f"{count_text(event.tokens_per_s).replace(' ', '')} tok/s")
         if self._bar is None:
             layout = "{bar} {n:,}/{total:,}  {desc}"
-            self._bar = open_bar(self.screen, layout, numbers, event.steps, is_left=True)
+            self._bar = open_bar(self.screen, layout, numbers, event.steps, event.step, is_left=True)
         self._bar.set_description_str(numbers, refresh=False)
         self._bar.update(event.step - self._bar.n)
 

@@ -1,8 +1,7 @@
 """From a run to its continuation."""
 
-import hashlib
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +22,7 @@ from txlcli.config import (
     read_settings,
     value_of,
 )
-from txlcli.data import StoreInfo, check_store, is_untouched, steps_per_epoch
+from txlcli.data import Hashing, Look, StoreInfo, check_store, is_untouched, steps_per_epoch
 from txlcli.device import choose_device, choose_precision
 from txlcli.files import describe_error, write_whole
 from txlcli.plan import MINUTES, Facts, Known, Measured, last_eval_is_whole, minutes_text, steps_within
@@ -46,6 +45,7 @@ from txlcli.train.cost import (
     without_length,
 )
 from txlcli.train.events import Budget, Event, Finished, Notice, Progress, Ready
+from txlcli.train.ids import HASHED_S
 from txlcli.train.optim import learning_rate
 from txlcli.train.preparing import begin_again
 from txlcli.train.request import choose_attention
@@ -315,7 +315,7 @@ def _corpus_notices(info: StoreInfo, should_stop: Callable[[], bool]) -> Iterato
     # A touched file may hold what it held; the hash is of all files end to end.
     is_complete = len(there) == len(info.corpus)
     if not changed and touched and is_complete:
-        now_sha256 = _hash([source.path for source, _ in there], should_stop)
+        now_sha256 = yield from _hash(info, should_stop)
         changed = touched if now_sha256 not in (None, info.sha256) else []
     if changed:
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
@@ -325,16 +325,15 @@ def _corpus_notices(info: StoreInfo, should_stop: Callable[[], bool]) -> Iterato
         )
 
 
-def _hash(paths: Sequence[str], should_stop: Callable[[], bool]) -> str | None:
-    """Hash files end to end; None: one of them can no longer be read, or nobody waits for it any more."""
-    digest = hashlib.sha256()
-    try:
-        for path in paths:
-            with Path(path).open("rb") as file:
-                while block := file.read(1 << 24):
-                    digest.update(block)
-                    if should_stop():
-                        return None
-    except OSError:
-        return None
-    return digest.hexdigest()
+def _hash(info: StoreInfo, should_stop: Callable[[], bool]) -> Generator[Event, None, str | None]:
+    """Hash the files that the text came from, as they are now; None: one of them can no longer be read."""
+    look = Look(info.corpus, tuple(Path(source.path) for source in info.corpus), 0)
+    with Hashing({"train": look}) as hashing:
+        while not hashing.is_done(HASHED_S):
+            yield Progress("comparing the text with the ids", hashing.n_read, hashing.n_bytes, "bytes")
+            if should_stop():
+                raise Interrupted
+        try:
+            return hashing.result()["train"]
+        except UserError:
+            return None
