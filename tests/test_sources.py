@@ -8,6 +8,7 @@ import io
 import json
 import lzma
 import os
+import pkgutil
 import re
 import sys
 import tarfile
@@ -121,6 +122,33 @@ def test_paths_that_are_no_text_are_refused_by_name(tmp_path: Path) -> None:
         find_corpus(["-"])
 
 
+def test_a_file_whose_size_is_not_told_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As Linux does it of what is no file on a disk: in /proc all are empty, in /sys all have 4,096 bytes.
+    name = write(tmp_path, b"some text\n", "a b.txt")
+    real_stat, real_fstat = Path.stat, os.fstat
+    for n_told in (0, 4096):
+
+        def told(status: os.stat_result, n_told: int = n_told) -> os.stat_result:
+            return os.stat_result((*status[:6], n_told, *status[7:]))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "stat", lambda path, told=told, **options: told(real_stat(path, **options)))
+            patch.setattr(os, "fstat", lambda fd, told=told: told(real_fstat(fd)))
+            with pytest.raises(UserError) as caught:
+                find_corpus([name])
+            assert str(caught.value) == (
+                f"{name}: the system does not tell its size; got {n_told:,} bytes, could read 10; "
+                f"give - and send its text to standard input: cat '{name}' | txl train -"
+            )
+            with pytest.raises(UserError, match=r"b\.txt \(the system does not tell its size\)$"):
+                find_corpus([str(tmp_path)])
+    if Path("/proc/cpuinfo").exists():
+        with pytest.raises(
+            UserError, match=r"^/proc/cpuinfo: the system does not tell its size; got 0 bytes, "
+        ):
+            find_corpus(["/proc/cpuinfo"])
+
+
 def test_an_unreadable_file_is_refused_or_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good, bad = write(tmp_path, b"good", "a.txt"), write(tmp_path, b"bad", "b.txt")
     real = os.open
@@ -156,6 +184,11 @@ def test_unknown_encodings_are_refused_with_a_suggestion() -> None:
         with pytest.raises(UserError) as caught:
             find_encoding(name)
         assert str(caught.value) == text
+    # Python has it on Windows alone.
+    assert "mbcs" in encodings.aliases.aliases.values()
+    if sys.platform != "win32":
+        with pytest.raises(UserError, match=r"; got `mbcs`; (?!did you mean `mbcs`)"):
+            find_encoding("mbcs")
     assert [find_encoding(name) for name in ("UTF8", "utf-8-sig", "latin1", "GBK", "utf-16")] == [
         "utf-8",
         "utf-8",
@@ -163,6 +196,35 @@ def test_unknown_encodings_are_refused_with_a_suggestion() -> None:
         "gbk",
         "utf-16",
     ]
+
+
+def test_encodings_that_are_read_otherwise_in_other_pieces_are_refused() -> None:
+    unstreamed = set()
+    for module in pkgutil.iter_modules(encodings.__path__):
+        with suppress(LookupError, UserError, UnicodeError):
+            codec = codecs.lookup(module.name).name
+            b"a".decode(codec)
+            for text in ("ab\n", "é紅b\n", "ａ日本\n", "я один\n"):
+                for data in (rb"\0444 ", text.encode(codec, "ignore")):
+                    if any(in_pieces(data, codec, n) != data.decode(codec, "replace") for n in (1, 2, 3)):
+                        unstreamed.add(codec)
+    # These two go by a mark at the start, or else by the machine, and are read by that.
+    assert unstreamed - {"utf-16", "utf-32"} == {"punycode", "unicode-escape"}
+    for codec in ("punycode", "unicode_escape"):
+        with pytest.raises(UserError) as caught:
+            find_encoding(codec)
+        assert str(caught.value) == (
+            f"--encoding: {codec.replace('_', '-')} cannot be read in pieces, as texts are; got `{codec}`; "
+            "convert the text to utf-8 first"
+        )
+
+
+def in_pieces(data: bytes, codec: str, n: int) -> str | None:
+    decoder = codecs.getincrementaldecoder(codec)("replace")
+    try:
+        return "".join(decoder.decode(data[i : i + n], i + n >= len(data)) for i in range(0, len(data), n))
+    except UnicodeError:
+        return None
 
 
 OTHERWISE = "train with --encoding-errors replace or --tokenizer byte"
@@ -208,6 +270,12 @@ RENAME = f"mend these bytes, name another encoding with --encoding, or {OTHERWIS
         ),
         (
             b"\x1f\x8b\x08\0",
+            "utf-8",
+            "not utf-8 at byte 1, line 1; got 0x8b; "
+            "it looks like a gzip file: leave out --packed keep, or train with --tokenizer byte",
+        ),
+        (
+            b"\x1f\x8b\x07\0",
             "utf-8",
             "not utf-8 at byte 1, line 1; got 0x8b; "
             "it looks like a gzip file: unpack it first, or train with --tokenizer byte",
@@ -452,6 +520,9 @@ def test_an_order_of_bytes_that_nothing_names_is_told(tmp_path: Path) -> None:
     assert run_survey(find_corpus([name], encoding="utf-16-be")).notices == ()
     marked = write(tmp_path, text.encode("utf-16"))
     assert all("endian" not in text for text in run_survey(find_corpus([marked], encoding="utf-16")).notices)
+    # Bytes are read in no order, with a mark or without.
+    for one in (name, marked):
+        assert run_survey(find_corpus([one], encoding="utf-16", raw=True)).notices == ()
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
@@ -534,6 +605,28 @@ def test_replacing_is_pythons_own_in_any_pieces(
     if encoding == "utf-8":
         kept = joined.decode(errors="ignore").encode()
         assert sum(one.n_replaced for one in chunks) == len(joined) - len(kept)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-16-be", "utf-32-le", "gb18030", "utf-7"])
+def test_a_replacement_character_of_the_file_is_text(
+    tmp_path: Path, small_chunks: Callable[[int], None], encoding: str
+) -> None:
+    text = "a\ufffdb\ufffd\ufffdc\n" * 3
+    name = write(tmp_path, text.encode(encoding))
+    corpus = find_corpus([name], encoding=encoding, errors="replace")
+    for n in (3, 4, 1 << 20):
+        small_chunks(n)
+        found = run_survey(corpus)
+        assert (found.n_replaced, found.alphabet["\ufffd"]) == (0, 9)
+        assert not any("U+FFFD" in notice for notice in found.notices)
+    if encoding == "utf-7":
+        return
+    wrong = {"utf-8": b"\xff", "gb18030": b"\xff", "utf-32-le": b"\xff" * 4}.get(encoding, b"\xdc\xdc")
+    Path(name).write_bytes(Path(name).read_bytes() + wrong + text.encode(corpus.sources[0].codec))
+    corpus = find_corpus([name], encoding=encoding, errors="replace")
+    for n in (3, 4, 1 << 20):
+        small_chunks(n)
+        assert run_survey(corpus).n_replaced == len(wrong)
 
 
 def read_all(corpus: Corpus) -> bytes:
@@ -675,7 +768,7 @@ def test_a_split_stands_at_a_character_and_is_the_same_for_raw_bytes(
         min_size=1,
         max_size=30,
     ),
-    encoding=st.sampled_from(sorted(filter(decoding.STATELESS.match, KNOWN_CODECS))),
+    encoding=st.sampled_from(sorted(filter(decoding.is_stateless, KNOWN_CODECS))),
     anchor=st.sampled_from([2, 7, 1 << 16]),
     wanted=st.integers(0, 60),
 )
@@ -693,6 +786,53 @@ def test_where_an_encoding_has_no_state_the_end_is_read_without_the_beginning(
         assert find_split(corpus, wanted) == split
     halves = [b"".join(read_text(corpus, *ends)).decode() for ends in ((0, split), (split, len(joined)))]
     assert "".join(halves) == joined.decode(corpus.sources[0].codec, "replace")
+
+
+# After bytes that are no text a decoder waits for more than it needs: a newline may be among them.
+WAITED_FOR = [
+    ("euc_jp", "8f0a8e0a"),
+    ("euc_jp", "a1818f0a8f8e8e8ea1"),
+    ("euc_jis_2004", "8f0a8e0a8f0a"),
+    ("gb18030", "a4d48f8431a4370a8e0aa141"),
+    ("gb18030", "813041a1a10a81308431a437410a41"),
+    ("euc_kr", "a4d441a10aa48e"),
+    ("euc_kr", "0aa4d40a0a41b0a1a4d4a10a0ab0a10a41"),
+    ("utf-16-le", "00d800d800dc0a0000d80a00fdff410041"),
+]
+
+
+@pytest.mark.parametrize(("encoding", "bytes_in_hex"), WAITED_FOR)
+def test_every_byte_is_read_in_one_of_two_parts(tmp_path: Path, encoding: str, bytes_in_hex: str) -> None:
+    data = bytes.fromhex(bytes_in_hex)
+    name = write(tmp_path, data)
+    strict, corpus = (
+        find_corpus([name], encoding=encoding, errors=errors) for errors in ("strict", "replace")
+    )
+    by_line = find_corpus([name], encoding=encoding, errors="replace", document_separator="\n")
+    n_replaced = run_survey(corpus).n_replaced
+    fault = refusal_of(strict, 0, len(data))
+    assert fault is not None
+    splits = {find_split(one, wanted) for one in (corpus, by_line) for wanted in range(len(data))}
+    for split in splits:
+        ends = (0, split), (split, len(data))
+        for sized in (False, True):
+            parts = [list(read_chunks(corpus, *one, sized=sized)) for one in ends]
+            text = b"".join(chunk.text for chunks in parts for chunk in chunks)
+            assert text.decode() == data.decode(encoding, "replace")
+            assert [sum(chunk.source_bytes for chunk in chunks) for chunks in parts] == [
+                split,
+                len(data) - split,
+            ]
+            assert sum(chunk.n_replaced for chunks in parts for chunk in chunks) == n_replaced
+        assert fault in [refusal_of(strict, *one) for one in ends]
+
+
+def refusal_of(corpus: Corpus, start: int, stop: int) -> str | None:
+    try:
+        list(read_text(corpus, start, stop))
+    except UserError as error:
+        return str(error)
+    return None
 
 
 @settings(max_examples=50, deadline=None)
@@ -975,6 +1115,19 @@ def test_an_archive_of_files_is_no_text(tmp_path: Path) -> None:
         find_corpus([name])
     assert str(caught.value) == f"{name}: is a zip archive; extract it and give the folder"
     assert find_corpus([str(tmp_path)]).notices == (f"{name} (is a zip archive): skipped",)
+    # Lines of JSON are text for every tokenizer.
+    with pytest.raises(UserError, match=r"is a zip archive; extract it and give the folder$"):
+        find_corpus([name], raw=True, text_field="text")
+
+
+def test_what_is_binary_is_no_lines_of_json_for_any_tokenizer(tmp_path: Path) -> None:
+    lines = write(tmp_path, b'{"text": "a"}\n', "a.jsonl")
+    picture = write(tmp_path, b"\x89PNG\r\n\x1a\n\0\0", "pic.png")
+    for raw in (False, True):
+        corpus = find_corpus([str(tmp_path)], raw=raw, text_field="text")
+        assert corpus.files == (Path(lines),)
+        assert corpus.skipped == ((Path(picture), "binary: it holds NUL bytes"),)
+    assert find_corpus([str(tmp_path)], raw=True).files == (Path(lines), Path(picture))
 
 
 def test_the_place_in_a_packed_file_is_one_of_what_it_holds(tmp_path: Path) -> None:
@@ -1235,6 +1388,21 @@ def test_held_out_files_are_not_learned_from(tmp_path: Path) -> None:
     Path(tmp_path / "folder" / "d.txt").hardlink_to(second)
     with pytest.raises(UserError, match=r"no text in this folder; skipped .*d\.txt \(held out\)$"):
         find_corpus([str(tmp_path / "folder")], held_out=[held_out])
+    # A folder whose text is all held out has some: what else is named is read.
+    write(tmp_path, b"", "folder/.hidden")
+    for paths in ([first, f"{tmp_path}/folder"], [f"{tmp_path}/folder", first]):
+        corpus = find_corpus(paths, held_out=[held_out])
+        assert [str(path) for path in corpus.files] == [first]
+        assert corpus.notices[-1] == f"{tmp_path}/folder/d.txt: held out, so not learned from"
+    # What is read after all is not told to be held out.
+    corpus = find_corpus([f"{tmp_path}/folder", second], held_out=[held_out])
+    assert [str(path) for path in corpus.files] == [second]
+    assert {why for _, why in corpus.skipped} == {"hidden"}
+    write(tmp_path, b"\0", "other.bin")
+    Path(tmp_path / "binary").mkdir()
+    Path(tmp_path / "other.bin").rename(tmp_path / "binary" / "other.bin")
+    with pytest.raises(UserError, match=r"binary: no text in this folder; skipped .*\(binary: it holds NUL"):
+        find_corpus([first, f"{tmp_path}/binary"], held_out=[held_out])
 
 
 def test_names_that_are_no_single_line_are_shown_on_one(tmp_path: Path) -> None:
@@ -1725,6 +1893,12 @@ def test_the_place_in_json_lines_is_a_line(tmp_path: Path) -> None:
     assert found == [(one, where) for one in (name, other) for where in expected]
     split = len(lines[0]) + 1
     assert find_place(corpus, split, corpus.n_bytes, 0) == (name, "line 4")
+
+    def first_alone() -> Iterator[Chunk]:
+        yield Chunk(b'{"t": "ab"}\n', None, 12, 0)
+        raise AssertionError("read before it is needed")
+
+    assert next(documents.json_texts(corpus.sources[0], first_alone(), "t", "strict", 1)) == (1, b"ab")
 
 
 def test_a_separator_that_is_nowhere_is_said(tmp_path: Path) -> None:

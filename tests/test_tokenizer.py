@@ -737,6 +737,17 @@ def test_white_space_is_no_text_for_words_and_pieces(text: str) -> None:
         assert tokenizer.decode(tokenizer.encode(text.encode()).tolist()) == text.encode()
 
 
+@pytest.mark.parametrize("text", ["a" * 5000, ("a" * 100 + "\n") * 5, "a" * 65 + " " + "b" * 65])
+def test_a_text_of_nothing_but_endless_words_is_no_text_for_words(text: str) -> None:
+    with pytest.raises(UserError) as caught:
+        build("word", text)
+    assert str(caught.value) == (
+        "corpus: no word of at most 64 characters; a vocabulary of words needs words; "
+        "give other text, or --tokenizer byte or char, which take it"
+    )
+    assert build("word", text + " " + "c" * 64).unknown_characters("c" * 64) == []
+
+
 @pytest.mark.parametrize(
     ("n_characters", "n_alphabet", "size"),
     [

@@ -6,7 +6,7 @@ the bytes that each character took before; newlines may be left out of it and sp
 published results have it (`convert`). Where a corpus has documents, their ends are marked.
 """
 
-from txlcli.sources.chunk import Chunk, character_ends, code_points, complete_utf8, convert
+from txlcli.sources.chunk import Chunk, character_ends, code_points, convert
 from txlcli.sources.corpus import (
     Corpus,
     DocumentRule,
@@ -17,9 +17,10 @@ from txlcli.sources.corpus import (
     check_unchanged,
 )
 from txlcli.sources.documents import NotJsonLines, Part
+from txlcli.sources.encoding import find_encoding
 from txlcli.sources.fault import NotText
 from txlcli.sources.read import find_marks, find_place, read_chunks, read_text
-from txlcli.sources.search import NothingMatches, find_corpus, find_encoding, search_corpus
+from txlcli.sources.search import NothingMatches, find_corpus, search_corpus
 from txlcli.sources.split import find_split
 from txlcli.sources.survey import (
     VALID_BYTES_MAX,
@@ -32,6 +33,7 @@ from txlcli.sources.survey import (
     told_unseparated,
 )
 from txlcli.sources.unpack import Packing
+from txlcli.tokenizer import complete_utf8
 
 __all__ = [
     "VALID_BYTES_MAX",

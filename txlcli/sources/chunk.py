@@ -105,13 +105,3 @@ def character_ends(text: bytes) -> npt.NDArray[np.bool_]:
         ends[:-1] = (np.frombuffer(text, dtype=np.uint8)[1:] & 0xC0) != 0x80
         ends[-1] = True
     return ends
-
-
-def complete_utf8(data: bytes) -> int:
-    """Return how many leading bytes end with a whole character of UTF-8."""
-    for back in range(1, min(3, len(data)) + 1):
-        byte = data[-back]
-        if byte & 0xC0 != 0x80:
-            length = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
-            return len(data) - back if length > back else len(data)
-    return len(data)

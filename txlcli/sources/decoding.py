@@ -10,19 +10,29 @@ import numpy as np
 import numpy.typing as npt
 
 from txlcli.sources.blocks import read_blocks
-from txlcli.sources.chunk import Chunk, Sizes, character_ends, complete_utf8
+from txlcli.sources.chunk import Chunk, Sizes, character_ends
 from txlcli.sources.corpus import Source
 from txlcli.sources.documents import character_unit
 from txlcli.sources.fault import not_text, undecodable
+from txlcli.tokenizer import complete_utf8
 
 REPLACEMENT = "\ufffd"
-# Encodings in which each character is written as it would be alone. A newline is one unit in them, and in
-# those of several bytes a character has none below 0x30 after its first.
-STATELESS = re.compile(
+_STATELESS = re.compile(
     r"utf-(8|16|32)|ascii|latin|iso8859|cp\d|koi8|mac|kz1048|ptcp154|tis|hp-roman|gb|big5|shift_jis|euc_|johab"
 )
-# How far back such a byte is looked for.
+# How far back a byte below 0x30 is looked for.
 _ANCHOR_BYTES = 1 << 16
+# A decoder waits with at most one byte less; euc_kr has characters of eight.
+_LONGEST_CHARACTER = 8
+
+
+def is_stateless(codec: str) -> bool:
+    """Say whether each character of an encoding is written as it would be alone.
+
+    A newline is one unit in such, and in those of several bytes a character has none below 0x30 after its
+    first.
+    """
+    return _STATELESS.match(codec) is not None
 
 
 def read_raw(
@@ -68,7 +78,9 @@ def _check_utf8(source: Source, place: int, data: bytes, errors: str, sized: boo
         n_kept = len(text) - len(mark) * (text.count(mark) - data.count(mark))
         sizes = None
         if sized:
-            measured = _measure(codecs.getincrementaldecoder("utf-8")("replace"), data, 0, final=True)
+            measured = _measure(
+                codecs.getincrementaldecoder("utf-8")("replace"), "utf-8", data, 0, final=True
+            )
             sizes = _spread(text, measured.sizes)
         return Chunk(text, sizes, len(data), len(data) - n_kept)
     return Chunk(data, np.ones(len(data), dtype=np.uint32) if sized else None, len(data), 0)
@@ -77,18 +89,22 @@ def _check_utf8(source: Source, place: int, data: bytes, errors: str, sized: boo
 def read_encoded(
     source: Source, lo: int, hi: int, errors: str, sized: bool, watch: Callable[[bytes], object] | None
 ) -> Iterator[Chunk]:
-    """Decode, from the file's start where an encoding carries state, and yield from `lo` on."""
+    """Decode, from the file's start where an encoding carries state, and yield from `lo` on.
+
+    All bytes from `lo` to `hi` are read as text, but where an encoding carries state those after the last
+    character before `hi`: who reads on from there gets the character that they begin.
+    """
     decoder = codecs.getincrementaldecoder(source.codec)(errors)
     place = source.n_mark
     if lo < place:
         for block in read_blocks(source, lo, min(place, hi), watch):
             lo += len(block)
-    if STATELESS.match(source.codec):
+    stateless = is_stateless(source.codec)
+    if stateless:
         place = max(lo, place)
     for block in read_blocks(source, place, lo):
         _decode(decoder, block, source, place, final=False)
         place += len(block)
-    is_stateless = STATELESS.match(source.codec) is not None
     taken = n_read = 0  # bytes since the last character; since the last chunk
     lengths = np.zeros(sys.maxunicode + 1, dtype=np.uint8)
     for block in read_blocks(source, place, hi, watch):
@@ -98,24 +114,21 @@ def read_encoded(
         place += len(block)
         n_read += len(block)
         after = decoder.getstate()
-        n_waiting = len(after[0]) if is_stateless else 0
+        n_waiting = len(after[0]) if stateless else 0
         n_replaced, source_bytes, spread = 0, n_read - n_waiting, None
         if sized or (errors == "replace" and REPLACEMENT in text):
-            # After bytes that were wrong more may be taken than wait in the decoder.
-            is_regular = taken == len(state[0])
-            known = _look_up(source.codec, text, state, after, block, lengths) if is_regular else None
+            known = _look_up(source.codec, text, state, after, block, lengths)
             if known is not None:
                 sizes, taken = known, len(after[0])
             else:
                 again = codecs.getincrementaldecoder(source.codec)(errors)
                 again.setstate(state)
                 try:
-                    _, sizes, taken = _measure(again, block, taken, final=final)
+                    _, sizes, taken = _measure(again, source.codec, block, taken, final=final)
                 except UnicodeError as error:  # in encodings that carry state not all can be replaced
                     raise undecodable(source, place - len(block), error) from error
-            if errors == "replace":
-                points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
-                n_replaced = int(sizes[points == ord(REPLACEMENT)].sum())
+                if errors == "replace":
+                    n_replaced = _count_wrong(source.codec, text, sizes, state, block, final=final)
             if sized:
                 spread, source_bytes = _spread(in_utf8, sizes), int(sizes.sum())
         else:
@@ -123,6 +136,24 @@ def read_encoded(
         if text:
             yield Chunk(in_utf8, spread, source_bytes, n_replaced)
             n_read = n_waiting
+    if stateless and hi < source.n_bytes and decoder.getstate()[0]:
+        yield _last(decoder, source, hi, sized)
+
+
+def _last(decoder: codecs.IncrementalDecoder, source: Source, hi: int, sized: bool) -> Chunk:
+    """Decode what a decoder waits with where a part ends at a character: bytes that are no text, and others.
+
+    It waits since with more bytes they might have been one character. At a file's end Python takes all of
+    them for one that is cut; here they are read as before a byte that stands for itself, as a newline does.
+    """
+    n_bytes = len(decoder.getstate()[0])
+    filler = ("\n" * _LONGEST_CHARACTER).encode(source.codec)
+    text = _decode(decoder, filler, source, hi, final=False)[0][:-_LONGEST_CHARACTER]
+    sizes = np.array(_shares(n_bytes, text, source.codec), dtype=np.uint32)
+    points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+    n_replaced = int(sizes[points == ord(REPLACEMENT)].sum())
+    in_utf8 = text.encode()
+    return Chunk(in_utf8, _spread(in_utf8, sizes) if sized else None, n_bytes, n_replaced)
 
 
 class _Measured(NamedTuple):
@@ -145,7 +176,7 @@ def _look_up(
 
     `before` and `after` are the decoder's states around the block; `lengths` keeps what is known.
     """
-    if not STATELESS.match(codec):
+    if not is_stateless(codec):
         return None
     data = before[0] + block
     data = data[: len(data) - len(after[0])]
@@ -161,24 +192,63 @@ def _look_up(
     return sizes if int(sizes.sum()) == len(data) else None
 
 
-def _measure(decoder: codecs.IncrementalDecoder, block: bytes, taken: int, *, final: bool) -> _Measured:
-    """Decode byte by byte, since only a decoder knows which bytes make a character.
-
-    Of several characters that one byte completes, the first was wrong before it, so that each of the
-    others took one byte.
-    """
-    parts, sizes = [], []
+def _measure(
+    decoder: codecs.IncrementalDecoder, codec: str, block: bytes, taken: int, *, final: bool
+) -> _Measured:
+    """Decode byte by byte, since only a decoder knows which bytes make a character."""
+    parts: list[str] = []
+    sizes: list[int] = []
     for index in range(len(block)):
         taken += 1
         some = decoder.decode(block[index : index + 1], final and index == len(block) - 1)
         if some:
+            # After bytes that were wrong the decoder may keep others.
+            done = max(taken - len(decoder.getstate()[0]), 0)
             parts.append(some)
-            first = max(taken - len(some) + 1, 0)
-            sizes.append(first)
-            sizes.extend([1] * min(len(some) - 1, taken - first))
-            sizes.extend([0] * (len(some) - 1 - (taken - first)))
-            taken = 0
+            sizes += _shares(done, some, codec)
+            taken -= done
     return _Measured("".join(parts), np.array(sizes, dtype=np.uint32), taken)
+
+
+def _shares(n_bytes: int, text: str, codec: str) -> list[int]:
+    """Divide bytes among the characters that the last of them completes at once.
+
+    If they are several the first was wrong before it, so that each of the others took what it takes alone.
+    """
+    sizes = []
+    for character in reversed(text[1:]):
+        sizes.append(min(_length(character, codec), n_bytes))
+        n_bytes -= sizes[-1]
+    return [n_bytes, *reversed(sizes)]
+
+
+def _length(character: str, codec: str) -> int:
+    """Return how many bytes a character takes, where state is carried and of what is wrong the least."""
+    unit = character_unit(codec)
+    if character == REPLACEMENT or not is_stateless(codec):
+        return unit
+    try:
+        return len(character.encode(codec))
+    except UnicodeError:  # some are only read
+        return unit
+
+
+def _count_wrong(
+    codec: str, text: str, sizes: Sizes, state: tuple[bytes, int], block: bytes, *, final: bool
+) -> int:
+    """Count the bytes that are read as U+FFFD, those apart that are this character."""
+    points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+    n_bytes = int(sizes[points == ord(REPLACEMENT)].sum())
+    try:
+        mark = REPLACEMENT.encode(codec)
+    except UnicodeError:
+        return n_bytes
+    decoder = codecs.getincrementaldecoder(codec)("ignore")
+    decoder.setstate(state)
+    n_real = decoder.decode(block, final).count(REPLACEMENT)
+    n_wrong = text.count(REPLACEMENT) - n_real
+    # Where an encoding carries state the character may take less than alone.
+    return max(n_bytes - n_real * len(mark), n_wrong) if n_wrong else 0
 
 
 def _spread(text: bytes, sizes: Sizes) -> Sizes:
@@ -231,8 +301,8 @@ def align_encoded(source: Source, place: int) -> int:
 
 
 def _certain_start(source: Source, place: int) -> int:
-    """Return a byte at or before `place` from which on a file decodes as it does from its start."""
-    if not STATELESS.match(source.codec):
+    """Return a byte at or before `place`; who decodes from it is at `place` where one from the start is."""
+    if not is_stateless(source.codec):
         return 0
     unit = character_unit(source.codec)
     if unit > 1:
@@ -240,5 +310,6 @@ def _certain_start(source: Source, place: int) -> int:
         return max(place // unit - 64, 0) * unit
     begin = max(place - _ANCHOR_BYTES, 0)
     window = np.frombuffer(b"".join(read_blocks(source, begin, place)), dtype=np.uint8)
-    anchors = np.flatnonzero(window < 0x30)
+    # Such a byte ends what is before it, but a decoder may see that only some bytes later.
+    anchors = np.flatnonzero(window[: max(len(window) - _LONGEST_CHARACTER + 1, 0)] < 0x30)
     return begin + int(anchors[-1]) + 1 if len(anchors) else 0

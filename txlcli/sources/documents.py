@@ -1,5 +1,6 @@
 """Where documents end in a text, what JSON lines hold, and which documents are held out."""
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,8 +9,9 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from txlcli import UserError
-from txlcli.sources.chunk import Chunk, complete_utf8, join_chunks
+from txlcli.sources.chunk import Chunk, join_chunks
 from txlcli.sources.corpus import CHUNK_BYTES, Corpus, Source, printable
+from txlcli.tokenizer import complete_utf8
 
 Part: TypeAlias = Literal["all", "train", "valid"]
 
@@ -217,7 +219,7 @@ def json_texts(
     def refuse(fault: str) -> UserError:
         return NotJsonLines(f"{source.place}: line {number:,} {fault}")
 
-    for chunk in (*chunks, Chunk(b"\n", None, 0, 0)):
+    for chunk in itertools.chain(chunks, [Chunk(b"\n", None, 0, 0)]):
         *lines, begun = (begun + chunk.text).split(b"\n")
         for line in lines:
             if line and not line.isspace():

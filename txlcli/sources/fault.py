@@ -13,13 +13,14 @@ from txlcli.sources.guess import (
     marked_encoding,
     wide_encoding,
 )
+from txlcli.sources.unpack import find_packing
 
 NO_TEXT = {
-    b"\x1f\x8b": "a gzip file: unpack it first",
-    b"\xfd7zXZ": "an xz file: unpack it first",
-    b"\x28\xb5\x2f\xfd": "a zstd file: unpack it first",
-    b"BZh": "a bzip2 file: unpack it first",
-    b"%PDF": "a PDF: extract its text first",
+    b"\x1f\x8b": ("a gzip file", "unpack it first"),
+    b"\xfd7zXZ": ("an xz file", "unpack it first"),
+    b"\x28\xb5\x2f\xfd": ("a zstd file", "unpack it first"),
+    b"BZh": ("a bzip2 file", "unpack it first"),
+    b"%PDF": ("a PDF", "extract its text first"),
 }
 # What of a file that is no text is looked at, at its start and on both sides of the fault.
 _LOOKED_BYTES = 1 << 12
@@ -49,9 +50,12 @@ def _remedy(source: Source, place: int) -> str:
     # Those who score a text have no other flag than --encoding.
     otherwise = "train with --encoding-errors replace or --tokenizer byte"
     head = _head(source)
-    for magic, kind in NO_TEXT.items():
+    # Else it had been unpacked.
+    is_kept = source.packing == "none" and find_packing(head) != "none"
+    for magic, (kind, remedy) in NO_TEXT.items():
         if head.startswith(magic):
-            return f"it looks like {kind}, or train with --tokenizer byte"
+            first = "leave out --packed keep" if is_kept else remedy
+            return f"it looks like {kind}: {first}, or train with --tokenizer byte"
     marked = marked_encoding(head)
     if marked is not None and not source.codec.startswith(marked):
         return f"it looks like {marked}: use --encoding {marked}"

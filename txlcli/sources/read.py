@@ -9,13 +9,13 @@ import numpy.typing as npt
 from txlcli.sources import blocks
 from txlcli.sources.chunk import Chunk, convert, join_chunks
 from txlcli.sources.corpus import Corpus, Source
-from txlcli.sources.decoding import STATELESS, read_encoded, read_raw, read_utf8
+from txlcli.sources.decoding import is_stateless, read_encoded, read_raw, read_utf8
 from txlcli.sources.documents import Part, character_unit, json_texts, mark_documents, select, settle
 from txlcli.sources.fault import NotText, line_of
 
 
 def read_text(corpus: Corpus, start: int, stop: int, *, part: Part = "all") -> Iterator[bytes]:
-    """Yield the text between two bytes of the corpus as UTF-8 chunks of about 1 MB, cut at characters.
+    """Yield the text between two bytes of the corpus as UTF-8 in chunks of about 256 KiB, cut at characters.
 
     Both ends MUST stand at characters, as 0, `n_bytes` and `find_split` do. Raw bytes come as they are. The
     corpus' `newlines` and `spaces` are applied, also to raw bytes; separators of documents are left out.
@@ -179,7 +179,7 @@ def _read_file(
 
 def _needs_sizes(corpus: Corpus, source: Source) -> bool:
     """Say whether only sizes tell what parts of the text took in a file that is no UTF-8."""
-    if not STATELESS.match(source.codec):
+    if not is_stateless(source.codec):
         return corpus.has_documents or corpus.newlines == "drop"
     if corpus.valid_every is not None:
         return True

@@ -4,14 +4,14 @@ import fnmatch
 import functools
 import os
 import re
-import sys
+import shlex
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, ParamSpec
 
 from txlcli import UserError, files
-from txlcli.config import check_separator, codec_of
+from txlcli.config import check_separator
 from txlcli.sources.corpus import (
     CHUNK_BYTES,
     EXCLUDED,
@@ -27,7 +27,8 @@ from txlcli.sources.corpus import (
     list_some,
     printable,
 )
-from txlcli.sources.unpack import Damaged, Packing, Unpackers, find_packing
+from txlcli.sources.encoding import find_encoding, settle_codec
+from txlcli.sources.unpack import Packing, Unpackers, find_packing
 
 # A file is taken for binary if a NUL byte stands in its first bytes, as git does.
 SNIFF_BYTES = 8192
@@ -60,7 +61,7 @@ def search_corpus(
 ) -> Iterator[Progress | Corpus]:
     """Find the files behind what a user named: files, folders, `-` for stdin; the last event is the corpus.
 
-    Folders are walked in sorted order; what is hidden, binary (unless `raw`), empty, unreadable or no
+    Folders are walked in sorted order; what is hidden, binary (unless read as bytes), empty, unreadable or no
     regular file in them is skipped and listed. A file that was named itself is taken as it is, or
     refused. Stdin is first copied to `stdin_copy`.
 
@@ -92,10 +93,11 @@ def search_corpus(
         raise UserError("no text is named; give files, a folder, or `-` for stdin: txl train corpus.txt")
     if paths.count("-") > 1:
         raise UserError(f"-: standard input can be named once; got it {paths.count('-')} times; name it once")
+    reads_text = not raw or text_field is not None
     rules = _Rules(
         codec=codec,
-        raw=raw,
-        has_marks=text_field is not None or (not raw and (not as_is or codec in ("utf-16", "utf-32"))),
+        reads_text=reads_text,
+        has_marks=reads_text and (not as_is or text_field is not None or codec in ("utf-16", "utf-32")),
         as_is=as_is,
         packed="keep" if as_is else packed,
         include=_compile(include),
@@ -104,27 +106,36 @@ def search_corpus(
         unpackers=Unpackers(),
     )
     found: list[Source] = []
+    set_aside: list[Source] = []  # in folders, held out
     skipped: list[tuple[Path, str]] = []
+    refusals: list[UserError] = []
     for name in paths:
         if name == "-":
             source = yield from _copy_stdin(stdin_copy, rules)
             found.append(source)
         elif files.is_folder(Path(name)):
-            n_before, n_skipped_before = len(found), len(skipped)
+            n_found, n_aside, n_skipped = len(found), len(set_aside), len(skipped)
             for one in _search_folder(Path(name), rules, skipped):
-                if isinstance(one, Source):
-                    found.append(one)
-                else:
+                if isinstance(one, Progress):
                     yield one
-            if len(found) == n_before:
-                raise _has_no_text(name, skipped[n_skipped_before:], include, exclude)
+                else:
+                    (set_aside if one.identity in rules.held_out else found).append(one)
+            if len(found) == n_found:
+                refusals.append(_has_no_text(name, skipped[n_skipped:], include, exclude))
+                # One whose text is held out has some, and what else is named may be enough.
+                if len(set_aside) == n_aside:
+                    raise refusals[-1]
         else:
             source, _ = yield from _open_source(name, Path(name), rules)
             found.append(source)
+    if not found:
+        raise refusals[0]
     left = [source for source in found if source.identity not in rules.held_out]
-    if left:
-        skipped.extend((source.path, HELD_OUT) for source in found if source.identity in rules.held_out)
     sources = tuple(_take_once(left or found, skipped))
+    skipped.extend((one.path, HELD_OUT) for one in found if left and one.identity in rules.held_out)
+    # What was set aside in a folder is read after all where it was named and nothing else is left.
+    read = {source.identity for source in sources}
+    after_all = {(one.path, HELD_OUT) for one in set_aside if one.identity in read}
     yield Corpus(
         sources=sources,
         encoding=codec,
@@ -137,7 +148,7 @@ def search_corpus(
         document_per_file=document_per_file,
         valid_every=valid_every,
         # Folders within one another are looked into twice.
-        skipped=tuple(dict.fromkeys(skipped)),
+        skipped=tuple(one for one in dict.fromkeys(skipped) if one not in after_all),
         overlapping=() if left else tuple(source.name for source in sources),
     )
 
@@ -158,10 +169,13 @@ find_corpus = _last_of(search_corpus)
 
 @dataclass(frozen=True, kw_only=True)
 class _Rules:
-    """What decides whether and how a file is read; patterns None: none are given."""
+    """What decides whether and how a file is read; patterns None: none are given.
+
+    `reads_text`: files are read as text, as lines of JSON are also where bytes are wanted.
+    """
 
     codec: str
-    raw: bool
+    reads_text: bool
     has_marks: bool
     as_is: bool
     packed: Literal["unpack", "keep"]
@@ -190,35 +204,48 @@ def _copy_stdin(copy: Path | None, rules: _Rules) -> Generator[Progress, None, S
     return source
 
 
+class _Refused(UserError):
+    """A file that is not read: `why` in a few words, with a remedy unless it is the system that refuses."""
+
+    def __init__(self, place: str, why: str, remedy: str | None = None) -> None:
+        super().__init__(f"{place}: cannot be read; {why}" if remedy is None else f"{place}: {why}; {remedy}")
+        self.why = why
+
+
 def _open_source(name: str, path: Path, rules: _Rules) -> Generator[Progress, None, tuple[Source, bytes]]:
     """Look at a file and return it with its first bytes; a packed one is unpacked for its size."""
+    shown = printable(name)
     try:
         status = path.stat()
         kind = files.describe_kind(status.st_mode)
         if kind is not None:
-            raise UserError(
-                f"{printable(name)}: is {kind}, not a file; give - and send its text to standard input"
-            )
+            raise _Refused(shown, f"is {kind}, not a file", "give - and send its text to standard input")
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         try:
             head, n_bytes = files.read_at(fd, SNIFF_BYTES, 0), status.st_size
+            told_bytes = os.fstat(fd).st_size
             packing: Packing = find_packing(head) if rules.packed == "unpack" else "none"
         finally:
             os.close(fd)
+        # A writer that goes on meanwhile changes the size, but not to less than could be read.
+        if len(head) > told_bytes or len(head) < min(n_bytes, told_bytes, SNIFF_BYTES):
+            got = f"got {told_bytes:,} bytes, could read {len(head):,}"
+            remedy = f"give - and send its text to standard input: cat {shlex.quote(shown)} | txl train -"
+            raise _Refused(shown, "the system does not tell its size", f"{got}; {remedy}")
         if packing != "none":
-            head, n_bytes = yield from _unpack_once(path, packing, printable(name), rules.unpackers)
+            head, n_bytes = yield from _unpack_once(path, packing, shown, rules.unpackers)
     except OSError as error:
-        raise UserError(f"{printable(name)}: cannot be read; {files.describe_error(error)}") from error
+        raise _Refused(shown, files.describe_error(error)) from error
     except ValueError as error:  # a NUL byte in the name
-        raise UserError(f"{name!r}: cannot be read; {files.describe_error(error)}") from error
+        raise _Refused(repr(name), files.describe_error(error)) from error
     if not head:
-        raise UserError(f"{printable(name)}: is empty; give a file with some text")
+        raise _Refused(shown, "is empty", "give a file with some text")
     archive = "tar" if head[257:262] == b"ustar" else "zip" if head.startswith(b"PK\x03\x04") else None
-    if archive is not None and not rules.raw and not rules.as_is:
-        raise UserError(f"{printable(name)}: is a {archive} archive; extract it and give the folder")
-    settled, n_mark = _settle_codec(head, rules.codec)
+    if archive is not None and rules.reads_text and not rules.as_is:
+        raise _Refused(shown, f"is a {archive} archive", "extract it and give the folder")
+    settled, n_mark = settle_codec(head, rules.codec)
     source = Source(
-        name=printable(name),
+        name=shown,
         path=path,
         # What a writer appends meanwhile is not read.
         n_bytes=n_bytes,
@@ -250,43 +277,22 @@ def _unpack_once(
     return head, unpacker.place
 
 
-def _settle_codec(head: bytes, codec: str) -> tuple[str, int]:
-    """Return the encoding with its byte order settled, and the bytes of a leading byte-order mark."""
-    candidates = [codec]
-    if codec in ("utf-16", "utf-32"):
-        orders = ("le", "be") if sys.byteorder == "little" else ("be", "le")
-        candidates = [f"{codec}-{order}" for order in orders]
-    for candidate in candidates:
-        try:
-            mark = "\ufeff".encode(candidate)
-        except UnicodeError:
-            continue
-        if len(mark) > 1 and head.startswith(mark):
-            return candidate, len(mark)
-    return candidates[0], 0
-
-
 def _search_folder(
     folder: Path, rules: _Rules, skipped: list[tuple[Path, str]]
 ) -> Iterator[Progress | Source]:
+    """Yield the text files of a folder, those too that are held out, and note what is not read."""
     for path in _walk(folder, rules, skipped):
-        name = str(path)
         try:
-            source, head = yield from _open_source(name, path, rules)
-        except Damaged:
-            raise
-        except UserError as error:
-            prefix = f"{printable(name)}: "
-            skipped.append(
-                (path, str(error).removeprefix(prefix).removeprefix("cannot be read; ").split(";")[0])
-            )
+            source, head = yield from _open_source(str(path), path, rules)
+        except _Refused as error:
+            skipped.append((path, error.why))
             continue
         if source.identity in rules.held_out:
             skipped.append((path, HELD_OUT))
-        elif not rules.raw and rules.codec not in WIDE and b"\0" in head:
+        elif rules.reads_text and rules.codec not in WIDE and b"\0" in head:
             skipped.append((path, "binary: it holds NUL bytes"))
-        else:
-            yield source
+            continue
+        yield source
 
 
 def _walk(folder: Path, rules: _Rules, skipped: list[tuple[Path, str]]) -> Iterator[Path]:
@@ -364,15 +370,3 @@ def _take_once(found: Sequence[Source], skipped: list[tuple[Path, str]]) -> Iter
         else:
             seen.add(source.identity)
             yield source
-
-
-def find_encoding(name: str) -> str:
-    """Return the usual name of an encoding.
-
-    Raises:
-        UserError: Python knows no such encoding of text; the message suggests one.
-    """
-    try:
-        return codec_of(name)
-    except ValueError as error:
-        raise UserError(f"--encoding: {error}") from None

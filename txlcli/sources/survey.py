@@ -171,7 +171,8 @@ def _survey_notices(corpus: Corpus, alphabet: Mapping[str, int], whole: _Tally) 
             notices.append(f"{corpus.name}: {count:,} {name}{many} in the training text {kept}{remedy}")
     if "\x1b" in alphabet and (remedy := remedy_of_escapes(corpus.sources[0])):
         notices.append(f"{corpus.name}: {remedy}")
-    for source in corpus.sources:
+    # Of bytes nothing is decoded, whatever their order.
+    for source in () if corpus.reads_bytes else corpus.sources:
         if source.encoding in ("utf-16", "utf-32") and not source.n_mark:
             told = f"{source.name}: {source.told_codec.removeprefix(source.encoding).strip(' ()')}"
             notices.append(f"{told}; its bytes may be in the other order")

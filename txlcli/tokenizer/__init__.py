@@ -15,7 +15,8 @@ document: no text is turned into it, it gives back no text, and it may be drawn.
 
 Long text is encoded in chunks that give the ids of one pass, because encoding works on *units* that stand for
 themselves (see `units`): read, take `complete_prefix` of what has been read, encode that, keep the rest for
-the next chunk. No unit is longer than 4,096 bytes, so what is kept is short.
+the next chunk. No unit is longer than 4,096 bytes, so what is kept is short; but `word, eos` keeps a run of
+white space whole, however long.
 
 A control id (`<unk>`) never comes out of text that the vocabulary covers, and a text that spells `<unk>`,
 `</s>` or `<0x41>` is only text.
@@ -35,7 +36,7 @@ from txlcli.tokenizer.pieces import PieceTokenizer, default_vocab_size
 from txlcli.tokenizer.stored import MAX_VOCAB, Ids, damaged, read_fields
 from txlcli.tokenizer.symbols import ByteTokenizer, CharTokenizer
 from txlcli.tokenizer.table import TableTokenizer
-from txlcli.tokenizer.units import SAMPLE_BYTES, WORD_SAMPLE_BYTES
+from txlcli.tokenizer.units import SAMPLE_BYTES, WORD_SAMPLE_BYTES, complete_utf8
 from txlcli.tokenizer.words import WordTokenizer
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "TableTokenizer",
     "Tokenizer",
     "build_tokenizer",
+    "complete_utf8",
     "default_vocab_size",
     "load_tokenizer",
     "refuse_missing_moses",

@@ -42,9 +42,9 @@ from txlcli.tokenizer.stored import (
     to_json,
     write_files,
 )
-from txlcli.tokenizer.symbols import check_bound, complete_characters
-from txlcli.tokenizer.units import UNIT_BYTES, parts, whole_units
-from txlcli.tokenizer.words import COUNTED_PER_ID, MIN_COUNTED
+from txlcli.tokenizer.symbols import check_bound
+from txlcli.tokenizer.units import UNIT_BYTES, complete_utf8, parts, whole_units
+from txlcli.tokenizer.words import COUNTED_PER_ID, MIN_COUNTED, without_words
 
 EOS, UNKNOWN = "<eos>", "<unk>"
 
@@ -98,10 +98,7 @@ class CorpusWordTokenizer:
         for sign in (_NEWLINE_WORD, EOS):
             counts.pop(sign, None)
         if not counts:
-            raise UserError(
-                "corpus: nothing but white space; a vocabulary of words needs words; "
-                "give other text, or --tokenizer byte or char, which take it"
-            )
+            raise without_words("nothing but white space")
         counts.setdefault(UNKNOWN, 0)
         ranked = sorted(counts, key=lambda word: (-counts[word], word))[:n_words]
         if UNKNOWN not in ranked:
@@ -285,7 +282,7 @@ def _sizes(text: bytes) -> list[int]:
 def _complete_prefix(text: bytes) -> int:
     # From the last newline but one there are at least two tokens, so nothing before it needs a look.
     start = max(text.rfind(b"\n", 0, max(text.rfind(b"\n"), 0)), 0)
-    return start + sum(_sizes(text[start : complete_characters(text)])[:-1])
+    return start + sum(_sizes(text[start : complete_utf8(text)])[:-1])
 
 
 def _to_text(text: bytes) -> str:

@@ -26,9 +26,9 @@ from txlcli.tokenizer.stored import (
     to_json,
     write_files,
 )
-from txlcli.tokenizer.units import blocks, is_continuation
+from txlcli.tokenizer.units import blocks, complete_utf8
 
-_N_CODE_POINTS = 0x110000
+N_CODE_POINTS = 0x110000
 # Python stands a byte that is no UTF-8 for U+DC80 to U+DCFF; no UTF-8 text contains these.
 _BYTE_POINTS = 0xDC00
 
@@ -142,11 +142,11 @@ class CharTokenizer:
         Raises:
             UserError: the bound is below 256 and the alphabet, and one more with documents.
         """
-        is_used = np.zeros(_N_CODE_POINTS, bool)
+        is_used = np.zeros(N_CODE_POINTS, bool)
         rest = b""
         for block in blocks(chunks, 2**20):
             text = rest + block
-            stop = complete_characters(text)
+            stop = complete_utf8(text)
             is_used[code_points(text[:stop])] = True
             rest = text[stop:]
         is_used[code_points(rest)] = True
@@ -211,7 +211,7 @@ class CharTokenizer:
 
     def complete_prefix(self, text: bytes) -> int:
         """Count all bytes but those of a last character that is not whole yet."""
-        return complete_characters(text)
+        return complete_utf8(text)
 
     def decode(self, ids: Iterable[int], after: int | None = None) -> bytes:
         """Turn ids into text."""
@@ -245,7 +245,7 @@ class CharTokenizer:
 
     @cached_property
     def _id_of_point(self) -> npt.NDArray[np.int32]:
-        table = np.full(_N_CODE_POINTS, -1, np.int32)
+        table = np.full(N_CODE_POINTS, -1, np.int32)
         table[[ord(character) for character in self.alphabet]] = 256 + np.arange(len(self.alphabet))
         return table
 
@@ -301,14 +301,3 @@ def utf8_sizes(points: npt.NDArray[np.unsignedinteger[Any]]) -> npt.NDArray[np.i
     sizes = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
     sizes[(points >= _BYTE_POINTS) & (points < _BYTE_POINTS + 0x100)] = 1
     return sizes
-
-
-def complete_characters(text: bytes) -> int:
-    """Count all bytes but those of a last character that is not whole yet."""
-    # The last four bytes decide: a lead byte that announces more bytes than there are waits for them.
-    for n_have in range(1, min(4, len(text)) + 1):
-        byte = text[-n_have]
-        if not is_continuation(byte):
-            n_needs = 1 + (byte >= 0xC0) + (byte >= 0xE0) + (byte >= 0xF0)
-            return len(text) - n_have if n_needs > n_have else len(text)
-    return len(text)

@@ -24,9 +24,9 @@ from txlcli.tokenizer.stored import (
     to_json,
     write_files,
 )
-from txlcli.tokenizer.symbols import code_points, complete_characters, utf8_sizes
+from txlcli.tokenizer.symbols import N_CODE_POINTS, code_points, utf8_sizes
+from txlcli.tokenizer.units import complete_utf8
 
-_N_CODE_POINTS = 0x110000
 # So many characters are listed where a text has another.
 _LISTED = 40
 
@@ -102,7 +102,7 @@ class TableTokenizer:
 
     def complete_prefix(self, text: bytes) -> int:
         """Count all bytes; of characters, all but those of a last one that is not whole yet."""
-        return len(text) if self.kind == "byte" else complete_characters(text)
+        return len(text) if self.kind == "byte" else complete_utf8(text)
 
     def decode(self, ids: Iterable[int], after: int | None = None) -> bytes:
         """Turn ids into text."""
@@ -155,7 +155,7 @@ class TableTokenizer:
 
     @cached_property
     def _id_of_point(self) -> npt.NDArray[np.int32]:
-        table = np.full(256 if self.kind == "byte" else _N_CODE_POINTS, -1, np.int32)
+        table = np.full(256 if self.kind == "byte" else N_CODE_POINTS, -1, np.int32)
         table[list(self.points)] = np.arange(self.n_vocab)
         return table
 

@@ -65,6 +65,17 @@ def is_continuation(byte: int) -> bool:
     return byte & 0xC0 == 0x80
 
 
+def complete_utf8(text: bytes) -> int:
+    """Count all bytes but those of a last character of UTF-8 that is not whole yet."""
+    # The last four bytes decide: a lead byte that announces more bytes than there are waits for them.
+    for n_have in range(1, min(4, len(text)) + 1):
+        byte = text[-n_have]
+        if not is_continuation(byte):
+            n_needs = 1 + (byte >= 0xC0) + (byte >= 0xE0) + (byte >= 0xF0)
+            return len(text) - n_have if n_needs > n_have else len(text)
+    return len(text)
+
+
 def sample(
     chunks: Iterable[bytes], seed: int, *, n_bytes: int = SAMPLE_BYTES, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[bytes]:

@@ -127,15 +127,14 @@ class WordTokenizer:
         counts: Counter[str] = Counter()
         for token, count in found.items():
             counts[_bare(token)] += count
-        if not any(token.strip() for token in counts):
-            raise UserError(
-                "corpus: nothing but white space; a vocabulary of words needs words; "
-                "give other text, or --tokenizer byte or char, which take it"
-            )
         ranked = sorted(
             (token for token in counts if len(token) <= MAX_WORD_CHARACTERS),
             key=lambda token: (-counts[token], token),
         )
+        if not any(map(str.strip, ranked)):
+            is_long = any(map(str.strip, counts))
+            what = f"no word of at most {MAX_WORD_CHARACTERS} characters"
+            raise without_words(what if is_long else "nothing but white space")
         return cls(tuple(ranked[:n_tokens]), has_documents)
 
     @classmethod
@@ -244,6 +243,14 @@ class WordTokenizer:
     @cached_property
     def _is_word_of_id(self) -> list[bool]:
         return [True, *map(_is_word, self.tokens), *[False] * self.has_documents]
+
+
+def without_words(found: str) -> UserError:
+    """Word the refusal of a text of which no word can be in a vocabulary; `found` says what it is."""
+    return UserError(
+        f"corpus: {found}; a vocabulary of words needs words; "
+        "give other text, or --tokenizer byte or char, which take it"
+    )
 
 
 def _split(text: bytes, *, has_joins: bool) -> list[str]:
