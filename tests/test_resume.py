@@ -27,6 +27,7 @@ from txlcli import UserError
 from txlcli.checkpoint import find_damage, load_model, load_state, save_checkpoint
 from txlcli.config import Config, DataConfig, ModelConfig, OptimConfig, from_flags, load, read_origins
 from txlcli.data import Batches, TokenStore, stream_start
+from txlcli.device import has_bf16
 from txlcli.run import Pointers, Run, list_checkpoints, read_pointers
 from txlcli.train import (
     Event,
@@ -140,7 +141,7 @@ def test_stopped_and_resumed_is_not_stopped(tmp_path: Path, n: int, flags: dict[
 def test_deterministic_on_a_gpu_stopped_and_resumed_is_not_stopped(
     tmp_path: Path, precision: str, attention: str
 ) -> None:
-    if precision == "bf16" and not torch.cuda.is_bf16_supported():
+    if precision == "bf16" and not has_bf16(torch.device("cuda")):
         pytest.skip("this GPU has no bf16")
     settings = {
         **{"n_layer": 2, "d_model": 64, "n_head": 2, "tgt_len": 32, "mem_len": 48, "batch_size": 4},

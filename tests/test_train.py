@@ -659,15 +659,20 @@ def test_the_machine_is_left_as_it_was(tmp_path: Path) -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+def _burst_a_gpu(*_: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+
+def _burst_this_cpu(*_: Any) -> None:
+    torch.zeros(1 << 50)  # more than any has, in the words of the allocator
+
+
+@pytest.mark.parametrize("burst", [_burst_a_gpu, _burst_this_cpu])
 def test_memory_that_runs_out_names_the_flags_to_lower(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, burst: Callable[..., None]
 ) -> None:
     ready = make_run(tmp_path)
-
-    def burst(*args: Any, **rest: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
-
-    monkeypatch.setattr(loop, "optimize", burst)
+    monkeypatch.setattr(TransformerXL, "nll", burst)
     with pytest.raises(UserError) as error:
         list(train(ready.run, ready.config))
     assert str(error.value) == (
@@ -752,7 +757,7 @@ def test_what_does_not_fit_into_memory_is_refused_with_numbers(
 ) -> None:
     corpus = write_corpus(tmp_path, 5000)
     flags = {**TINY, "corpus": (str(corpus),), "batch_size": 500, "tgt_len": 2048}
-    monkeypatch.setattr(cost, "available_bytes", lambda device: 2_000_000_000)
+    monkeypatch.setattr(cost, "free_bytes", lambda device: 2_000_000_000)
     with pytest.raises(UserError) as error:
         list(begin(from_flags(flags), out=tmp_path / "run"))
     message = str(error.value)

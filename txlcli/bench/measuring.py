@@ -17,10 +17,18 @@ from txlcli.bench.results import Comparison, Event, Measured, Progress, Report, 
 from txlcli.bench.subject import Subject
 from txlcli.bench.works import SEED, Setting, Work, attention, bare_model, generation, scoring, training
 from txlcli.config import MachineConfig
-from txlcli.device import DTYPES, Precision, choose_device, choose_precision, environment
+from txlcli.device import (
+    DTYPES,
+    Precision,
+    choose_device,
+    choose_precision,
+    environment,
+    free_bytes,
+    is_out_of_memory,
+)
 from txlcli.model import TransformerXL
-from txlcli.train.cost import available_bytes, memory_bytes
-from txlcli.train.machine import is_out_of_memory, run_on
+from txlcli.train.cost import memory_bytes
+from txlcli.train.machine import run_on
 
 KINDS = ("training", "scoring", "generation", "attention")
 
@@ -81,7 +89,7 @@ def bench(subject: Subject, options: Options) -> Generator[Event, None, None]:
         try:
             yield from _Bench(subject, options, device, Path(folder)).run()
         except (MemoryError, RuntimeError) as error:
-            if not (is_out_of_memory(error) or "can't allocate memory" in str(error)):
+            if not is_out_of_memory(error):
                 raise
             raise UserError(f"{device}: out of memory; {_remedy(options.kinds)}") from error
 
@@ -187,7 +195,7 @@ class _Bench:
 
     def _refuse_too_large(self) -> None:
         config, lengths = self.subject.config, self.subject.lengths
-        needed, free = memory_bytes(config, self.subject.n_vocab), available_bytes(self.device)
+        needed, free = memory_bytes(config, self.subject.n_vocab), free_bytes(self.device)
         if free is not None and needed > free:
             raise UserError(
                 f"{self.device}: too little memory to train; batch_size {config.optim.batch_size}, "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from txlcli.data import TokenStore
-from txlcli.device import Precision, autocast
+from txlcli.device import Precision, autocast, is_out_of_memory
 from txlcli.evaluate.score import EvalProgress
 from txlcli.evaluate.streams import MAX_LOGITS, measure
 from txlcli.model import Lengths, TransformerXL
@@ -125,11 +125,9 @@ def computing(model: TransformerXL, lengths: Lengths, precision: Precision) -> I
         with torch.inference_mode(), autocast(model.device, precision):
             yield
     except (RuntimeError, MemoryError) as error:
-        # The CPU's allocator runs out with a plain RuntimeError.
-        is_known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        if is_known or "can't allocate memory" in str(error):
-            raise measure(model, lengths).too_large() from error
-        raise
+        if not is_out_of_memory(error):
+            raise
+        raise measure(model, lengths).too_large() from error
 
 
 @contextmanager

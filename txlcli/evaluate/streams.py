@@ -1,13 +1,11 @@
 """What lengths mean for a text, and how its segments are shared among streams: pure functions of numbers."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
-
-import torch
 
 from txlcli import UserError
 from txlcli.attention.blocks import N_QUERIES
+from txlcli.device import free_bytes
 from txlcli.model import Lengths, TransformerXL
 
 # What a step costs however few streams it runs (calls of operations, small products), as multiply-adds a
@@ -192,23 +190,6 @@ def measure(model: TransformerXL, lengths: Lengths) -> StepSize:
         bytes_stream=2 * cached + n_scores * scores + 16 * n_queries * model.d_model * itemsize,
         bytes_free=free_bytes(model.device),
     )
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Return the memory that is free on a device; None where the system does not tell."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    limits = []
-    meminfo, cgroup = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
-    if meminfo.exists():
-        for line in meminfo.read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("MemAvailable:"):
-                limits.append(1024 * int(line.split()[1]))
-    if cgroup.exists():
-        limit = cgroup.read_text(encoding="ascii", errors="replace").strip()
-        if limit.isdigit():
-            limits.append(int(limit))
-    return min(limits, default=None)
 
 
 def _ceil(a: int, b: int) -> int:

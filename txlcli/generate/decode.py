@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from txlcli import UserError
-from txlcli.device import autocast
+from txlcli.device import autocast, is_out_of_memory
 from txlcli.generate.options import SamplingOptions
 from txlcli.generate.sampling import Floats, Ids, distribution, draw, random_stream
 from txlcli.generate.text import Prompt, split_at_stop
@@ -195,10 +195,9 @@ def fits_in_memory(model: TransformerXL, lengths: Lengths, n_samples: int) -> It
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        # The CPU's allocator runs out with a plain RuntimeError.
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
-            raise UserError(_too_large(model, lengths, n_samples)) from error
-        raise
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(_too_large(model, lengths, n_samples)) from error
 
 
 def _too_large(model: TransformerXL, lengths: Lengths, n_samples: int) -> str:

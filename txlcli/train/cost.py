@@ -15,7 +15,7 @@ from txlcli.attention import fused, skew
 from txlcli.checkpoint import describe_weights, save_checkpoint
 from txlcli.config import LENGTHS, Config, ModelConfig, Settings, Sourced, build
 from txlcli.data import Batches, open_counts, open_split, read_store_info
-from txlcli.device import choose_device, choose_precision
+from txlcli.device import choose_device, choose_precision, free_bytes, is_out_of_memory
 from txlcli.evaluate import EvalProgress, evaluate
 from txlcli.model import TransformerXL, clusters_of
 from txlcli.plan import Known, Measured
@@ -23,7 +23,7 @@ from txlcli.run import Run, list_checkpoints
 from txlcli.tokenizer import Tokenizer
 from txlcli.train.evaluating import sample_text
 from txlcli.train.events import Event, Notice
-from txlcli.train.machine import LOWER, is_out_of_memory, out_of_memory, run_on, scoring_precision
+from txlcli.train.machine import LOWER, out_of_memory, run_on, scoring_precision
 from txlcli.train.state import TrainState, optimize
 
 MEASURED_SHARE = 0.05
@@ -104,29 +104,6 @@ def _scores_at_once(model: ModelConfig, attention: str, half: float) -> tuple[fl
     return kept, (4.5 if has_distances else 2.0) + has_values
 
 
-def available_bytes(device: torch.device) -> int | None:
-    """Return the memory that is free on a device; None: the system does not tell."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if device.type != "cpu":
-        return None
-    free = []
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        lines = meminfo.read_text(encoding="ascii").splitlines()
-        free += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    # Inside a container the limit of its control group counts; what caches files can be had back.
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = int((group / "memory.max").read_text(encoding="ascii"))
-        used = int((group / "memory.current").read_text(encoding="ascii"))
-        stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
-        free.append(max(0, limit - used + int(stat["active_file"]) + int(stat["inactive_file"])))
-    except (OSError, ValueError, KeyError):
-        pass  # no such limit here
-    return min(free, default=None)
-
-
 def free_disk_bytes(folder: Path) -> int:
     """Return what may still be written where a folder lies."""
     return shutil.disk_usage(folder).free
@@ -138,7 +115,7 @@ def check_fits(config: Config, n_vocab: int, device: torch.device, run: Run | No
     Raises:
         UserError: the message has the numbers and the flags to lower.
     """
-    needed, free = memory_bytes(config, n_vocab), available_bytes(device)
+    needed, free = memory_bytes(config, n_vocab), free_bytes(device)
     model, optim = config.model, config.optim
     if free is not None and needed > free:
         raise UserError(

@@ -13,12 +13,13 @@ from contextlib import ExitStack, contextmanager
 from txlcli import UserError
 from txlcli.config import Config
 from txlcli.data import CHECKING, SplitInfo
+from txlcli.device import is_out_of_memory
 from txlcli.files import describe_error
 from txlcli.plan import minutes_text
 from txlcli.run import Run, append_metrics, read_bits_per_byte, writing
 from txlcli.train.evaluating import evaluate_if_due
 from txlcli.train.events import Budget, Event, Finished, Notice, Progress, Skipped, Stepped
-from txlcli.train.machine import is_out_of_memory, out_of_memory, run_on
+from txlcli.train.machine import out_of_memory, run_on
 from txlcli.train.optim import learning_rate
 from txlcli.train.session import Session, failure, save
 from txlcli.train.state import StepResult, optimize

@@ -33,11 +33,6 @@ def scoring_precision(device: torch.device, precision: Precision) -> Precision:
     return "fp32" if device.type == "cpu" else precision
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Say whether an error of torch means that memory ran out."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "not enough memory" in str(error)
-
-
 def out_of_memory(config: Config, device: torch.device, checkpoint: str = "") -> UserError:
     """Word the error for a step that did not fit: which flags to lower, and what is saved."""
     model, optim = config.model, config.optim

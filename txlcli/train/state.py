@@ -30,11 +30,10 @@ from txlcli import UserError
 from txlcli.checkpoint import load_state, load_weights
 from txlcli.config import Config
 from txlcli.data import Batches, Segment
-from txlcli.device import Precision, autocast
+from txlcli.device import Precision, autocast, is_out_of_memory
 from txlcli.model import Memory, TransformerXL
 from txlcli.positions import AbsoluteSinusoids
 from txlcli.train.compiled import Forward, Shape, compile_forward, quietly, reason
-from txlcli.train.machine import is_out_of_memory
 from txlcli.train.optim import build_optimizers, move, set_learning_rate
 
 _MOST = 1 << 53
