@@ -116,7 +116,7 @@ def make_state(tmp_path: Path) -> Iterator[Callable[..., TrainState]]:
 
         def make(name: str = "run", **flags: object) -> TrainState:
             ready = make_run(tmp_path, name, **flags)
-            return Session.open(ready.run, ready.config, stack).state
+            return Session.open(ready.run, ready.config, stack, is_checked=ready.is_checked).state
 
         yield make
 
