@@ -156,7 +156,9 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_lucky_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill what torch leaves uninitialized with NaN, so that reading it before writing shows."""
+    """Fill what torch and the model leave uninitialized with NaN, so that reading it before writing shows."""
+    # Not above: what is loaded before `_check_shapes` stands in has its shapes checked the slow way.
+    from txlcli import model
 
     def filled(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def make_filled(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -170,3 +172,4 @@ def _no_lucky_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", filled(torch.empty))
     monkeypatch.setattr(torch, "empty_like", filled(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", filled(torch.Tensor.new_empty))
+    monkeypatch.setattr(model, "_empty", filled(model._empty))

@@ -96,6 +96,15 @@ def by_cache(model, tokens, pieces, lengths=None):
     return torch.cat(out, dim=1)
 
 
+@torch.no_grad()
+def test_rows_of_a_cache_that_nothing_has_written_are_no_numbers_here():
+    model, tokens = build(config_of(Lengths(4, 6))), draw_tokens(2, 3)
+    _, cache = model.extend(tokens, model.new_cache(2))
+    for buffer in (*cache.keys, *cache.values):
+        assert buffer[:, :, :3].isfinite().all()
+        assert buffer[:, :, 3:].isnan().all()
+
+
 @norms_in_turn
 @torch.no_grad()
 def test_model_is_the_paper(lengths, scheme, norm):
