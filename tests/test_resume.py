@@ -235,6 +235,18 @@ def changed_state(run: Run, step: int) -> Iterator[dict[str, Tensor]]:
     unseal(path)
 
 
+def test_state_of_an_optimizer_that_has_none_is_refused(tmp_path: Path) -> None:
+    ready = make_run(tmp_path, optimizer="sgd", steps=2)
+    list(train(ready.run, ready.config, stop_at=1))
+    with changed_state(ready.run, 1) as tensors:
+        assert not [name for name in tensors if name.startswith("optimizer.")]
+        tensors["optimizer.sgd.momentum_buffer.norm.weight"] = torch.zeros(16)
+    with pytest.raises(
+        UserError, match=r"the training state is damaged; it has optimizer state that is not ours: .*sgd"
+    ):
+        go_on(ready.run)
+
+
 @pytest.mark.parametrize("scheme", ["shaw", "sinusoid", "sinusoid that runs on", "learned"])
 def test_states_without_positions_go_on_unless_positions_run_on(tmp_path: Path, scheme: str) -> None:
     ready = make_run(tmp_path, **{**SCHEMES[scheme], "steps": 5})

@@ -38,8 +38,8 @@ from txlcli.train.optim import build_optimizers, move, set_learning_rate
 
 _MOST = 1 << 53
 _MOMENTS = {"step", "exp_avg", "exp_avg_sq"}
-_KEYS = {"adam": _MOMENTS, "adamw": _MOMENTS, "sgd": {"momentum_buffer"}, "muon": {"momentum_buffer"}}
-"""What the state of each optimizer holds for a parameter; plain SGD holds nothing."""
+_KEYS = {"adam": _MOMENTS, "adamw": _MOMENTS, "muon": {"momentum_buffer"}}
+"""What the state of each optimizer holds for a parameter; plain SGD is not here, since it holds nothing."""
 
 
 @dataclass
@@ -258,6 +258,8 @@ class TrainState:
                 _, kind, key, name = full.split(".", 3)
                 found.setdefault((kind, name), {})[key] = tensor
         for kind, optimizer in self.optimizers.items():
+            if kind not in _KEYS:
+                continue
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             state = {}
             for index, parameter in enumerate(parameters):
