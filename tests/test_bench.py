@@ -32,7 +32,7 @@ from txlcli.bench.flops import (
     visible_pairs,
 )
 from txlcli.bench.subject import Subject
-from txlcli.bench.works import bare_model, draw_tokens
+from txlcli.bench.works import Setting, bare_model, draw_tokens, training
 from txlcli.cli import bench as bench_command
 from txlcli.cli import main
 from txlcli.config import Config, MachineConfig, ModelConfig
@@ -125,6 +125,18 @@ def test_flops_of_training_are_those_that_torch_sees(settings, norm, n_memory):
     model_config, model, tokens, targets, memory = draw_step({**settings, "norm": norm}, n_memory)
     expected = training_flops(model_config, model.head.clusters, dense(model, tokens, targets, n_memory))
     assert counted(lambda: model(tokens, memory, targets)[0].sum().backward()) == expected
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+@pytest.mark.parametrize("settings", SCHEMES.values(), ids=SCHEMES)
+def test_flops_of_a_measured_step_are_those_that_torch_sees_in_any_parts(settings, accumulate, tmp_path):
+    # A single query sees all keys, as the eager form computes.
+    of = subject(**settings, tgt_len=1)
+    of = dataclasses.replace(of, config=dataclasses.replace(of.config, optim=streams_in(accumulate)))
+    with training(Setting(of, torch.device("cpu"), "fp32", ("eager",)), tmp_path) as work:
+        (eager,) = work.candidates
+        eager.ready(1)
+        assert counted(eager.step) == work.flops
 
 
 @pytest.mark.parametrize("settings", [*SCHEMES.values(), *HEADS.values()], ids=[*SCHEMES, *HEADS])
@@ -326,10 +338,12 @@ def test_the_last_token_of_a_segment_is_compared_too():
 # The whole
 
 
+def streams_in(accumulate):
+    return config.OptimConfig(batch_size=4, accumulate=accumulate)
+
+
 def subject(**model):
-    settings = Config(
-        model=ModelConfig(**{**SIZES, **model}), optim=config.OptimConfig(batch_size=4, accumulate=2)
-    )
+    settings = Config(model=ModelConfig(**{**SIZES, **model}), optim=streams_in(2))
     lengths = TransformerXL(settings.model, N_VOCAB).lengths
     return Subject(name="x", config=settings, lengths=lengths, n_vocab=N_VOCAB)
 
@@ -518,6 +532,15 @@ def test_presets_assume_their_published_vocabularies(name):
         assert f"the published vocabulary of {found.n_vocab:,}" in path.read_text()
         assert found.is_assumed == name.startswith("wt103")
         assert preset_subject(given, config.read_settings(path), 900_000).n_vocab == 900_000
+
+
+def test_a_file_of_the_name_of_a_preset_has_not_its_vocabulary():
+    shutil.copy(config.find_preset("wt103-base"), "wt103-base.yaml")
+    found = preset_subject("wt103-base.yaml", config.read_settings(Path("wt103-base.yaml")), None)
+    assert (found.n_vocab, found.is_assumed) == (266_666, True)
+    assert (
+        preset_subject("wt103-base", config.read_settings(Path("wt103-base.yaml")), None).n_vocab == 267_735
+    )
 
 
 def test_a_bare_model_has_the_attention_of_its_model():

@@ -3,7 +3,7 @@
     h_0     = sqrt(D) E[tokens]                    + positions, where they are absolute; see positions.py
     h~_n    = [memory_n, h_n]                          memory_n: earlier inputs of layer n, no gradient
     q, k, v = h_n W_q, h~_n W_k, h~_n W_v
-    a_n     = attention(q, k, v, R W_r, u, w)          see attention.py; other schemes give it other rows
+    a_n     = attention(q, k, v, R W_r, u, w)          see attention/eager.py; other schemes give other rows
     h_{n+1} = h' + FF(h'),  h' = h_n + a_n W_o         each sum behind a LayerNorm (post) or each branch (pre)
 
 Two ways lead through a layer, equal in exact arithmetic. Training stores the *inputs* of each layer as
@@ -62,6 +62,11 @@ class Lengths(NamedTuple):
     clamp_len: int | None = None
     same_length: str = "off"
     memory_start: str = "empty"
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> "Lengths":
+        """Return the lengths that a model is trained with."""
+        return cls(config.tgt_len, config.mem_len, config.clamp_len, config.same_length, config.memory_start)
 
     @property
     def span(self) -> int | None:
@@ -271,9 +276,7 @@ class TransformerXL(nn.Module):
 
     def __init__(self, config: ModelConfig, n_vocab: int) -> None:
         super().__init__()
-        self.lengths = Lengths(
-            config.tgt_len, config.mem_len, config.clamp_len, config.same_length, config.memory_start
-        )
+        self.lengths = Lengths.of(config)
         self.scheme, self.dropout = config.position, config.dropout
         self.d_model, self.n_head, self.d_head = config.d_model, config.n_head, config.d_head
         self.document_end = n_vocab - 1 if config.reset_memory_at_documents else None
@@ -327,10 +330,11 @@ class TransformerXL(nn.Module):
         """Take the named attention backend in every layer (`auto`: the fastest that runs here).
 
         Until then it is the eager form. What is asked of it depends on the device and on whether the model
-        is in training mode, where attention weights may be dropped.
+        is in training mode, where attention weights may be dropped. A backend that cannot run here gives
+        way to another, and what is returned says why.
 
         Raises:
-            UserError: there is no such backend, or it cannot run here.
+            UserError: there is no such backend.
         """
         dropatt = next(self.each_layer()).attention.dropatt if self.training else 0.0
         demands = Demands(self.device, self.d_head, has_values=self.has_value_rows, dropout=dropatt)

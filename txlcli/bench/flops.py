@@ -5,7 +5,8 @@ pairs of a query and a key that it sees, for each stream:
 
     each layer   queries, output   B T D W each
                  keys, values      B K D W each    K = S in training, which projects memory anew, else T
-                 distances         S D W           `relative` alone; once for all streams, in training only
+                 distances         S D W           `relative` alone; once for each part of the streams
+                                                   (accumulate), in training only
                  attention         B H P E each    content; position where distances have keys; sum of values;
                                                    sum of values by distance where distances have them
                  feed-forward      2 B T D F
@@ -38,6 +39,7 @@ class StepSize(NamedTuple):
         inputs: Input tokens of each cluster of the vocabulary, over all streams.
         heads: Tokens for which the logits of each cluster are computed: of the first for all tokens, of the
             others for their targets, or for all where the whole vocabulary's probabilities are wanted.
+        n_part: Parts of a training step that the streams are run in, one after the other.
     """
 
     n_stream: int
@@ -46,6 +48,7 @@ class StepSize(NamedTuple):
     n_pair: float
     inputs: Sequence[float]
     heads: Sequence[float]
+    n_part: int = 1
 
 
 def visible_pairs(n_query: int, n_memory: int, span: int | None) -> int:
@@ -62,7 +65,7 @@ def training_flops(config: ModelConfig, clusters: Clusters, size: StepSize) -> f
     layer = 3 * (_rows_macs(config, n_rows) + _attention_macs(config, size) + n_rows * row_of_keys)
     layer += (1 + n_memory_gradients) * size.n_stream * size.n_memory * row_of_keys
     if config.position == "relative":
-        layer += 2 * (size.n_query + size.n_memory) * config.d_model * width
+        layer += 2 * size.n_part * (size.n_query + size.n_memory) * config.d_model * width
     return 2 * (config.n_layer * layer + 3 * _vocabulary_macs(clusters, size))
 
 

@@ -8,7 +8,17 @@ import torch
 from txlcli import UserError
 from txlcli.adaptive import Clusters
 from txlcli.checkpoint import find_checkpoint, load_weights, remedied
-from txlcli.config import Config, ModelConfig, SettingError, Settings, blame, build, override, read_settings
+from txlcli.config import (
+    Config,
+    SettingError,
+    Settings,
+    blame,
+    build,
+    find_preset,
+    override,
+    presets,
+    read_settings,
+)
 from txlcli.model import Lengths, TransformerXL, clusters_of
 from txlcli.run import Run, step_of, vocabulary_size
 
@@ -82,7 +92,7 @@ def run_subject(run: Run, changes: Settings) -> Subject:
             train=trained.train,
             machine=trained.machine,
         ),
-        lengths=_lengths(changed.model),
+        lengths=Lengths.of(changed.model),
         n_vocab=vocabulary_size(run),
         checkpoint=path,
         step=step_of(path),
@@ -106,14 +116,14 @@ def preset_subject(name: str, settings: Settings, n_vocab: int | None) -> Subjec
     n_assumed = _N_VOCAB[config.data.tokenizer]
     if config.data.tokenizer == "byte":
         given = given or n_assumed
-    elif Path(name).stem in _PUBLISHED:
-        n_assumed = _PUBLISHED[Path(name).stem]
+    elif (published := _published_vocabulary(name)) is not None:
+        n_assumed = published
     elif config.model.cutoffs not in ((), "auto"):
         n_assumed = max(n_assumed, config.model.cutoffs[-1] * 4 // 3)  # type: ignore[operator]  # numbers
     subject = Subject(
         name=name,
         config=config,
-        lengths=_lengths(config.model),
+        lengths=Lengths.of(config.model),
         n_vocab=given or n_assumed,
         is_assumed=given is None,
     )
@@ -128,5 +138,8 @@ def preset_subject(name: str, settings: Settings, n_vocab: int | None) -> Subjec
     return subject
 
 
-def _lengths(model: ModelConfig) -> Lengths:
-    return Lengths(model.tgt_len, model.mem_len, model.clamp_len, model.same_length, model.memory_start)
+def _published_vocabulary(name: str) -> int | None:
+    """Return the published size of a preset's vocabulary; a file of somebody's own has none."""
+    path = find_preset(name)
+    is_ours = path.resolve() == presets().get(path.stem)
+    return _PUBLISHED.get(path.stem) if is_ours else None

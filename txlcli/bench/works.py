@@ -115,6 +115,7 @@ def training(setting: Setting, folder: Path) -> Iterator[Work]:
             visible_pairs(lengths.tgt_len, lengths.mem_len, lengths.span),
             _by_cluster(subject.clusters, segment.tokens),
             _heads(subject.clusters, segment.targets),
+            n_part=len(state.parts()),
         )
         yield Work(
             what="training",
