@@ -22,7 +22,7 @@ from txlcli.attention.choice import BY_DEVICE
 from txlcli.bench import KINDS, Options, Progress, Report, bench, preset_subject
 from txlcli.bench import agreement as agreement_module
 from txlcli.bench import clock as clock_module
-from txlcli.bench.agreement import Reference, agreement_cases, worse
+from txlcli.bench.agreement import Reference, agreement_cases, draw_inputs, worse
 from txlcli.bench.clock import Candidate, PeakMemory, time_in_turn
 from txlcli.bench.flops import (
     StepSize,
@@ -322,6 +322,58 @@ def test_a_form_that_lies_is_caught(liar):
     assert not found_errors(liar).agree
 
 
+def sees_all_documents(q, k, v, bias=None, *, first=None, dropout=0.0):
+    return relative_attention(q, k, v, bias)
+
+
+def sees_documents_of_the_first_stream(q, k, v, bias=None, *, first=None, dropout=0.0):
+    return relative_attention(q, k, v, bias, first=first[:1].expand_as(first))
+
+
+def sees_one_key_too_many(q, k, v, bias=None, *, first=None, dropout=0.0):
+    return relative_attention(q, k, v, bias, first=(first - 1).clamp(min=0))
+
+
+@pytest.mark.parametrize("rule", ["off", "mem_len"])
+@pytest.mark.parametrize(
+    "liar", [sees_all_documents, sees_documents_of_the_first_stream, sees_one_key_too_many]
+)
+def test_a_form_that_looks_into_other_documents_is_caught(liar, rule):
+    documents = {"reset_memory_at_documents": True, "same_length": rule}
+    assert found_errors(relative_attention, **documents).agree
+    assert not found_errors(liar, **documents).agree
+
+
+@pytest.mark.parametrize("rule", ["off", "mem_len"])
+def test_drawn_documents_end_anywhere_in_memory_and_segment(rule):
+    model = TransformerXL(ModelConfig(**SIZES, reset_memory_at_documents=True, same_length=rule), 1)
+    inputs = draw_inputs(model, model.lengths, 500, "fp32", torch.Generator().manual_seed(0))
+    # Queries stand at keys 9 to 14; rule mem_len shows 9 keys.
+    expected = {
+        tuple(max(end + 1 if end < key else 0, key - 8 if rule == "mem_len" else 0) for key in range(9, 15))
+        for end in range(15)
+    }
+    assert set(map(tuple, inputs.first.tolist())) == expected
+
+
+@pytest.mark.usefixtures("_in_a_hurry")
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_attention_is_measured_with_the_documents_that_training_has(monkeypatch, is_reset):
+    firsts = []
+
+    def spy(q, k, v, bias=None, *, first=None, dropout=0.0):
+        firsts.append(first)
+        return relative_attention(q, k, v, bias, first=first)
+
+    monkeypatch.setitem(BACKENDS, "twin", Backend(spy, lambda demands: None))
+    row, _ = measured(subject(reset_memory_at_documents=is_reset), kinds=("attention",)).rows
+    timed = firsts[0]
+    assert all((first is None) != is_reset for first in firsts)
+    # Each head of 5 numbers meets key, distance and value of what its query sees.
+    n_seen = int((~hidden_keys(6, 15, timed, torch.device("cpu"))).sum()) * (1 if is_reset else 2)
+    assert row.flops_per_token * 2 * 6 == 2 * 2 * 5 * 3 * n_seen
+
+
 def test_a_lie_about_gradients_names_the_input():
     errors = found_errors(without_gradient_of_keys)
     assert (errors.gradient_of, errors.gradient) == ("k", pytest.approx(1.0))
@@ -343,7 +395,11 @@ def streams_in(accumulate):
 
 
 def subject(**model):
-    settings = Config(model=ModelConfig(**{**SIZES, **model}), optim=streams_in(2))
+    settings = Config(
+        data=config.DataConfig(document_per_file=True),
+        model=ModelConfig(**{**SIZES, **model}),
+        optim=streams_in(2),
+    )
     lengths = TransformerXL(settings.model, N_VOCAB).lengths
     return Subject(name="x", config=settings, lengths=lengths, n_vocab=N_VOCAB)
 

@@ -397,7 +397,7 @@ class TransformerXL(nn.Module):
         n_keys = n_memory + n_tokens
         x = self._embed(tokens, memory.position, 0)
         rows_by_distance = self._encode_distances(n_keys, self.lengths.clamp_len)
-        first, n_document = self._first_keys(tokens, n_memory, memory.n_document, self.lengths)
+        first, n_document = self.first_keys(tokens, n_memory, memory.n_document, self.lengths)
 
         new_hidden = []
         for n, (layer, past) in enumerate(zip(self.each_layer(), memory.hidden, strict=True)):
@@ -478,7 +478,7 @@ class TransformerXL(nn.Module):
         n_keys = begin + n_new
         x = self._embed(tokens, cache.position, cache.n_segment)
         is_single = n_new == 1 and len(tokens) <= single.MAX_STREAMS and not torch.is_grad_enabled()
-        first, n_document = self._first_keys(tokens, begin, cache.n_document, lengths)
+        first, n_document = self.first_keys(tokens, begin, cache.n_document, lengths)
         extended = cache._replace(n_segment=cache.n_segment + n_new, n_document=n_document)
         if is_single and cache.arrays is not None:
             return self.norm(_extend_single(x, cache, first, cache.arrays)), extended
@@ -543,7 +543,7 @@ class TransformerXL(nn.Module):
         u, w = (b if is_shared else b[n] for b in (self.content_bias, self.position_bias))
         return bias._replace(u=u, w=w)
 
-    def _first_keys(
+    def first_keys(
         self, tokens: Int[Tensor, "B T"], n_past: int, n_document: Int[Tensor, " B"] | None, lengths: Lengths
     ) -> tuple[Int[Tensor, "B T"] | None, Int[Tensor, " B"] | None]:
         """Return the first key that each query may see, and how many keys the next token's document has.

@@ -5,7 +5,8 @@ gradients), plus one unit in the last place of the largest number: what differs 
 not what is summed. Gradients of what all queries share are sums over n of them, which float32 rounds by about
 sqrt(n) units whatever the order: in a small model, where eager may be lucky in a dozen numbers, they are
 allowed that too. Inputs are drawn so that every term matters, in the types that the model gives to its
-attention, for a whole segment and for a single token, each after a full memory.
+attention, for a whole segment and for a single token, each after a full memory. Where documents matter, one
+ends in each stream.
 """
 
 import math
@@ -108,11 +109,27 @@ def draw_inputs(
     if bias is not None:
         # Strides stay as they are.
         bias = _each(bias, lambda t: torch.empty_like(t).copy_(draw(*t.shape)))
-    first = None
-    if lengths.span is not None:
-        position = torch.arange(lengths.mem_len, n_keys, device=device)
-        first = (position - lengths.span + 1).clamp(min=0).expand(n_stream, n_query)
+    tokens, n_document = _draw_documents(model, lengths, n_stream, generator)
+    first, _ = model.first_keys(tokens, lengths.mem_len, n_document, lengths)
     return Inputs(rows(n_query), rows(n_keys), rows(n_keys), bias, first, rows(n_query))
+
+
+def _draw_documents(
+    model: TransformerXL, lengths: Lengths, n_stream: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor | None]:
+    """Draw for each stream where a document ends, anywhere in memory and segment.
+
+    Returns:
+        Tokens of the segment, and how many rows of memory come after an end in it; zeros and None where
+        documents do not matter.
+    """
+    mem_len, n_keys = lengths.mem_len, lengths.mem_len + lengths.tgt_len
+    if model.document_end is None:
+        return torch.zeros(n_stream, lengths.tgt_len, dtype=torch.int64, device=model.device), None
+    end = torch.randint(n_keys, (n_stream, 1), generator=generator)
+    tokens = torch.where(torch.arange(mem_len, n_keys) == end, model.document_end, model.document_end + 1)
+    n_document = torch.where(end < mem_len, mem_len - 1 - end, mem_len)[:, 0]
+    return tokens.to(model.device), n_document.to(model.device)
 
 
 def agreement_cases(lengths: Lengths) -> tuple[Lengths, ...]:

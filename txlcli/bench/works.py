@@ -244,8 +244,7 @@ def attention(setting: Setting, model: TransformerXL, *, has_backward: bool) -> 
     if has_backward:
         for leaf in inputs.leaves().values():
             leaf.requires_grad_()
-    n_pair = visible_pairs(lengths.tgt_len, lengths.mem_len, lengths.span)
-    size = StepSize(n_stream, lengths.tgt_len, lengths.mem_len, n_pair, (), ())
+    size = StepSize(n_stream, lengths.tgt_len, lengths.mem_len, _pairs(inputs), (), ())
     yield Work(
         what="attention+backward" if has_backward else "attention",
         n_stream=n_stream,
@@ -257,6 +256,15 @@ def attention(setting: Setting, model: TransformerXL, *, has_backward: bool) -> 
         ),
         flops=attention_flops(subject.config.model, size, has_backward=has_backward),
     )
+
+
+def _pairs(inputs: Inputs) -> float:
+    """Return the pairs of a query and a key that it sees, of one stream on average."""
+    n_query, n_keys = inputs.q.shape[2], inputs.k.shape[2]
+    if inputs.first is None:
+        return visible_pairs(n_query, n_keys - n_query, None)
+    seen = torch.arange(n_keys - n_query, n_keys) + 1 - inputs.first.cpu()
+    return float(seen.sum()) / len(seen)
 
 
 def bare_model(subject: Subject, device: torch.device) -> TransformerXL:
