@@ -938,7 +938,7 @@ def test_what_does_not_go_with_it_is_refused(trained):
 
 
 def test_a_penalty_without_memory_to_look_at_is_told(trained):
-    told = "note: repetition penalty: does nothing at mem_len 0, since it looks at the last mem_len tokens\n"
+    told = "note: repetition penalty: does nothing at mem_len 0: it looks at the last mem_len tokens\n"
     assert told in generate(trained, "--repetition-penalty", 2, "--mem-len", 0).stderr
     assert "does nothing" not in generate(trained, "--repetition-penalty", 2).stderr
 

@@ -272,7 +272,7 @@ def _told(
         screen.note(notice)
     if options.repetition_penalty != 1 and options.lengths(lm.model.lengths).mem_len == 0:
         screen.note(
-            "repetition penalty: does nothing at mem_len 0, since it looks at the last mem_len tokens"
+            "repetition penalty: does nothing at mem_len 0: it looks at the last mem_len tokens"
         )
     screen.aside(" · ".join(_settings(lm, options)))
 
