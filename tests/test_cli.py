@@ -937,6 +937,12 @@ def test_what_does_not_go_with_it_is_refused(trained):
     assert error.splitlines()[-1].startswith("error: prompt: not UTF-8; got byte 0xff at offset 0; ")
 
 
+def test_a_penalty_without_memory_to_look_at_is_told(trained):
+    told = "note: repetition penalty: does nothing at mem_len 0: it looks at the last mem_len tokens\n"
+    assert told in generate(trained, "--repetition-penalty", 2, "--mem-len", 0).stderr
+    assert "does nothing" not in generate(trained, "--repetition-penalty", 2).stderr
+
+
 def test_generated_json(trained):
     args = ["--prompt", "the ", "--num-samples", 2, "--json"]
     lines = [json.loads(line) for line in generate(trained, *args, "--logprobs").stdout.splitlines()]

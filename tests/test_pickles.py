@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import itertools
 import pickle
 import random
 import struct
@@ -10,6 +11,7 @@ import sys
 import types
 import zipfile
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -840,6 +842,108 @@ def test_keys_that_take_for_ever_are_refused() -> None:
     assert no_key in refusal(pickled(b"}" + Op.value([]) + b"Ns"))
     pairs = {("a", "b"): 0, ("b",): 1, (1, None): 2}
     assert read(pickle.dumps(pairs)) == pairs
+
+
+def slots_passed(key: int, table: set[int], n_bits: int) -> int:
+    """Count the taken slots of a dict of 2^n_bits that Python looks at before it finds a free one."""
+    mask, perturb, n = (1 << n_bits) - 1, key, 0
+    slot = key & mask
+    while slot in table:
+        n, perturb = n + 1, perturb >> 5
+        slot = (5 * slot + perturb + 1) & mask
+    return n
+
+
+def chain() -> tuple[list[int], list[int]]:
+    """Return 1,200 numbers, each in the slot looked at after that before it, and 50 that pass by them."""
+    keys = [1]
+    for _ in range(1199):
+        keys.append((5 * keys[-1] + 1) % 2048)
+    far = (i for i in range(2048, 1 << 30, 2047) if slots_passed(i, {*keys}, 11) > 1000)
+    return keys, [*itertools.islice(far, 50)]
+
+
+def in_dict(keys: Iterable[object]) -> bytes:
+    """Write a dict of one batch, which may have keys again."""
+    return b"}(" + b"".join(Op.value(key) + b"N" for key in keys) + b"u"
+
+
+COLLIDING: dict[str, Callable[[list[int], list[int]], bytes]] = {
+    "one key again and again": lambda keys, far: in_dict(keys + far[:1] * 1000),
+    "many keys": lambda keys, far: in_dict(keys + far * 20),
+    "many keys once": lambda keys, far: in_dict([*keys, *far, *(key + (1 << 40) for key in keys)]),
+    "behind consecutive ones": lambda keys, far: in_dict([*range(1200), *far * 30]),
+    "floats": lambda keys, far: in_dict(map(float, keys + far * 20)),
+    "tuples": lambda keys, far: in_dict((key,) for key in range(600)),
+    "tuples of a text and a number": lambda keys, far: in_dict(("a", key) for key in range(600)),
+    "tuples of a long text": lambda keys, far: (
+        b"}(" + Op.value(("x" * 100_000, 1)) + b"N" + b"h\x01N" * 300 + b"u"
+    ),
+    "members of a set": lambda keys, far: b"\x8f(" + b"".join(map(Op.value, keys)) + b"\x90",
+    "members of a frozenset": lambda keys, far: b"(" + b"".join(map(Op.value, keys)) + b"\x91",
+    "members of a set of a list": lambda keys, far: Op.call("builtins", "set", Op.value(keys)),
+    "pairs": lambda keys, far: Op.call(
+        "collections", "OrderedDict", Op.value([[key, 0] for key in keys + far * 20])
+    ),
+    "one by one": lambda keys, far: b"}" + b"".join(Op.value(key) + b"Ns" for key in keys + far * 20),
+    "in many dicts": lambda keys, far: b"](" + in_dict(range(0, 400, 2)) * 100 + b"e",
+    "nothing, again and again": lambda keys, far: in_dict([*keys, *[None, True, ""] * 400]),
+}
+
+
+@pytest.mark.parametrize("name", COLLIDING)
+def test_keys_that_collide_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may take as many steps as there are keys, without one instruction more."""
+    keys, far = chain()
+    assert len(far) == 50
+    monkeypatch.setattr(pickles, "_LIMIT_PROBES", 1_500_000)
+    assert "got more than 1,500,000 steps between keys that collide" in refusal(
+        pickled(COLLIDING[name](keys, far))
+    )
+
+
+def test_keys_of_checkpoints_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many texts, pairs of texts, and numbers one after another, in a dict of their own."""
+    words = [f"word {i}" for i in range(1000)]
+    shuffled = random.Random(0).sample(range(1000), 1000)
+    addresses = {"state": {140_000_000_000_000 + 64 * i: {"step": i} for i in shuffled}}
+    found = read(pickle.dumps({"ids": dict(zip(shuffled, words, strict=True)), **addresses}, 2))
+    assert found == {"ids": dict(zip(shuffled, words, strict=True)), **addresses}
+    monkeypatch.setattr(pickles, "_LIMIT_PROBES", 0)
+    for value in (
+        dict(enumerate(words)),
+        dict(enumerate(words, 1)),
+        dict(enumerate(words, 267_735)),
+        Counter(words),
+        dict.fromkeys(itertools.pairwise(words), 1),
+        {*words},
+        {"state": {0: {1: "a", 2: "b"}, 1: {None: 0}}, b"bytes": {True: 0}},
+    ):
+        for protocol in (0, 2, 4):
+            assert read(pickle.dumps(value, protocol)) == value
+
+
+def test_long_texts_are_not_compared_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that are equal are compared to their ends, each time that one is stored in place of the other."""
+    monkeypatch.setattr(pickles, "_LIMIT_STEPS", 10_000)
+    long = Op.value("x" * 50_000)
+    twice = long + b"q\x000" + long + b"q\x010}h\x00Ns"
+    read(pickled(twice + b"h\x01Ns"))
+    assert "got more than 10,000 steps" in refusal(pickled(twice + b"h\x01Ns" * 5))
+    assert "got a reference to no storage" in refusal(in_stream(Op.storage("x" * 1001)))
+
+
+def test_places_to_remember_are_not_the_files_to_choose() -> None:
+    decoder = pickles._Decoder(HERE, pickled(b"N"), 0)
+    decoder.stack.append("a")
+    decoder.remember(5)
+    decoder.recall(5)
+    assert decoder.stack == ["a", "a"]
+    assert [type(place) for place in decoder.memo] == [str]
+
+
+def test_attributes_are_those_with_names() -> None:
+    assert Foreign("a.b", (), ({"a": 1, 2: 3}, {"c": 4, None: 5})).attributes == {"a": 1, "c": 4}
 
 
 def test_values_that_contain_themselves_are_refused() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from txlcli.cli.app import command
 from txlcli.cli.flags import JsonFlag, QuietFlag, argument, option
 from txlcli.cli.signals import listening
-from txlcli.report import Screen, converted_facts, facts_table, json_text, one_line, tensors_table
+from txlcli.report import Screen, converted_facts, facts_table, json_text, one_line, shell_text, tensors_table
 
 if TYPE_CHECKING:
     from txlcli.convert import Converted
@@ -74,7 +74,7 @@ def convert(
 
 def _hints(converted: "Converted") -> list[str]:
     """The commands to try next."""
-    folder = _quote(str(converted.run.folder))
+    folder = shell_text(str(converted.run.folder))
     if converted.tokenizer is None:
         return [f"txl bench --run {folder}", "txl runs"]
     prompt = _prompt(converted.tokenizer)
@@ -84,14 +84,6 @@ def _hints(converted: "Converted") -> list[str]:
         f"txl generate --run {folder}" + (f" --prompt {shlex.quote(prompt)}" if prompt else ""),
         f"txl train CORPUS --init {folder}",
     ]
-
-
-def _quote(text: str) -> str:
-    """Quote a name for the shell, on one line whatever is in it."""
-    if text.isprintable():
-        return shlex.quote(text)
-    inside = one_line(text).replace("'", "\\'")
-    return f"$'{inside}'"
 
 
 def _prompt(tokenizer: "Tokenizer") -> str:

@@ -270,6 +270,8 @@ def _told(
         screen.warn(lm.damage)
     for notice in (*lm.notices, *notices):
         screen.note(notice)
+    if options.repetition_penalty != 1 and options.lengths(lm.model.lengths).mem_len == 0:
+        screen.note("repetition penalty: does nothing at mem_len 0: it looks at the last mem_len tokens")
     screen.aside(" · ".join(_settings(lm, options)))
 
 

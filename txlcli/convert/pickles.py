@@ -17,13 +17,15 @@ Four kinds of files are known by what is in them, whatever they are called:
 
 A hostile file meets bounds before it takes anything: on the bytes, steps, containers and remembered values of
 its pickles, and, in what comes out, on the depth and on the size when everything shared is counted as often
-as it appears. Keys are of kinds whose hashes cannot be made to take long or to collide.
+as it appears. Where a number goes in a dict or set depends on the number alone, so a file can choose many
+that are all passed by whenever one more is stored; what that may cost is counted and bounded too. Where texts
+go depends on a secret of the process, unless PYTHONHASHSEED tells it.
 """
 
 import os
 import re
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,12 +46,17 @@ _LIMIT_STEPS = 10_000_000
 _LIMIT_REMEMBERED = 4_000_000
 _LIMIT_CONTAINERS = 1_000_000
 _LIMIT_DEPTH = 200
+# A file that goes to it takes some seconds. One dict may have fifty thousand numbers in no order as keys, as
+# GPT-2's ids would be if shuffled; old torch knew the few hundred tensors of an optimizer by their addresses.
+_LIMIT_PROBES = 1_500_000_000
 # What comes out is measured in plain values; what costs more to walk over or to name counts as several.
 _LIMIT_UNFOLDED = 1 << 24
 _CONTAINER_WEIGHT, _TENSOR_WEIGHT, _CHARACTERS_IN_ONE = 16, 100, 16
 _LIMIT_NUMBER_BYTES = 255
 _LIMIT_LINE_BYTES = 1000
 _LIMIT_KEY_PARTS = 8
+# What a key costs beside a number in a dict: to compare the parts of a tuple, to look at ten slots at a time.
+_PART_WEIGHT, _MEMBER_WEIGHT = 32, 10
 # A text is seldom taken for more instructions than these before one makes no sense.
 _CHANCE_STEPS = 8
 
@@ -78,7 +85,14 @@ class Foreign:
     def attributes(self) -> dict[str, Any]:
         """Its attributes by name: its state where that is a dict, with those in slots; else nothing."""
         parts = self.state if isinstance(self.state, tuple) else (self.state,)
-        return {name: value for part in parts if isinstance(part, dict) for name, value in part.items()}
+        # Names are texts; other keys might take long to store again, see `_Decoder.count_probes`.
+        return {
+            name: value
+            for part in parts
+            if isinstance(part, dict)
+            for name, value in part.items()
+            if type(name) is str
+        }
 
 
 def read_pickled(path: Path, remedy: str = "name a file that torch.save or pickle wrote") -> Any:
@@ -221,7 +235,7 @@ def _read_stream(path: Path, fd: int, size: int, remedy: str) -> Any:
     decoder.decode()
     value, keys = decoder.decode(), decoder.decode()
     names = [key for key in keys if type(key) is str] if type(keys) is list else []
-    if type(keys) is not list or len(names) < len(keys) or sorted(names) != sorted(decoder.storages):
+    if type(keys) is not list or not _are_each_once(decoder.storages, keys, names):
         raise decoder.damaged("a list of other storages than its tensors have")
     position = decoder.position
     n_needed = position + sum(8 + storage.n_bytes for storage in decoder.storages.values())
@@ -238,6 +252,12 @@ def _read_stream(path: Path, fd: int, size: int, remedy: str) -> Any:
     if position < size:
         raise decoder.damaged("more after its end")
     return value
+
+
+def _are_each_once(storages: Mapping[str, Storage], keys: list[Any], names: list[str]) -> bool:
+    """Whether a list has the key of each storage once and nothing else; not sorted: texts may be long."""
+    found = {name for name in names if name in storages}
+    return len(keys) == len(names) == len(found) == len(storages)
 
 
 def _show_start(data: bytes) -> str:
@@ -274,9 +294,11 @@ class _Decoder:
         self.storages: dict[str, Storage] = {}
         self.stack: list[Any] = []
         self.outer: list[list[Any]] = []
-        self.memo: dict[int, Any] = {}
+        self.memo: dict[str, Any] = {}
+        self.scattered: dict[int, dict[Any, Any] | set[Any]] = {}
         self.n_steps = 0
         self.n_containers = 0
+        self.n_probes = 0
 
     def decode(self) -> Any:
         """Run the pickle that begins here up to its end, and return what it made."""
@@ -324,6 +346,22 @@ class _Decoder:
         self.n_containers += 1
         if self.n_containers > _LIMIT_CONTAINERS:
             raise _too_large(self.path, _LIMIT_CONTAINERS, "containers")
+
+    def count_probes(self, target: dict[Any, Any] | set[Any], key: Any, weight: int) -> None:
+        """Count what it may cost at most to store a key whose hash the file can choose.
+
+        At most it passes by every key that is there, and so again when the table grows. Nothing need be
+        counted for numbers that are the only keys of a dict and come as n, n + 1, n + 2, ...: there are more
+        slots than keys, so each finds its own free.
+        """
+        if type(target) is dict and type(key) is int and key >= 0 and id(target) not in self.scattered:
+            last = next(reversed(target), None)
+            if not target or (type(last) is int and last == key - 1):
+                return
+        self.scattered[id(target)] = target  # kept, so that none other gets its id
+        self.n_probes += len(target) * weight * (1 if type(target) is dict else _MEMBER_WEIGHT)
+        if self.n_probes > _LIMIT_PROBES:
+            raise _too_large(self.path, _LIMIT_PROBES, "steps between keys that collide")
 
     def push_container(self, value: Any) -> None:
         self.count_container()
@@ -425,22 +463,48 @@ class _Decoder:
         target = self.stack[-1]
         if type(target) is not set:
             raise ValueError("members for what is no set")
-        target.update(_checked_keys(items))
+        self.store_members(target, items)
+
+    def store_members(self, target: set[Any], members: list[Any]) -> set[Any]:
+        for member in members:
+            self.store(target, member)
+        return target
+
+    def store(self, target: dict[Any, Any] | set[Any], key: Any, value: Any = None) -> None:
+        """Store an item of a dict or a member of a set, at a cost that is counted.
+
+        One by one, so that a signal is heard in between.
+        """
+        weight, is_salted = _weigh_key(key)
+        if not is_salted:
+            self.count_probes(target, key, weight)
+        n_before = len(target)
+        if isinstance(target, dict):
+            target[key] = value
+        else:
+            target.add(key)
+        if len(target) == n_before:
+            # No program stores a key twice. The two were compared to their ends.
+            self.spend(weight)
 
     def extend_dict(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is not dict or len(items) % 2:
             raise ValueError("items for what is no dict")
-        target.update(zip(_checked_keys(items[::2]), items[1::2], strict=True))
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            self.store(target, key, value)
 
     def push_dict(self, items: list[Any]) -> None:
         self.push_container({})
         self.extend_dict(items)
 
     def remember(self, index: int) -> None:
-        self.memo[index] = self.stack[-1]
+        self.memo[str(index)] = self.stack[-1]  # a text: the file can choose where a number goes
         if len(self.memo) > _LIMIT_REMEMBERED:
             raise _too_large(self.path, _LIMIT_REMEMBERED, "remembered values")
+
+    def recall(self, index: int) -> None:
+        self.stack.append(self.memo[str(index)])
 
     # Names and objects
 
@@ -491,12 +555,12 @@ class _Decoder:
                 for pair in pairs:
                     if type(pair) not in (list, tuple) or len(pair) != 2:
                         raise ValueError("a pair that is none")
-                    made[_checked_keys(pair[:1])[0]] = pair[1]
+                    self.store(made, *pair)
             case Use.SET, ():
                 made = set()
             case Use.SET, (list() as items,):
                 self.spend(len(items))
-                made = set(_checked_keys(items))
+                made = self.store_members(set(), items)
             case Use.TUPLE, (tuple() as made,):
                 pass
             case Use.BYTES, ():
@@ -540,7 +604,7 @@ class _Decoder:
 
     def slice(self, kind: str, key: str, n_elements: int, rest: list[Any]) -> _Slice:
         dtype = STORAGE_DTYPES.get(kind)
-        if dtype is None or n_elements < 0:
+        if dtype is None or n_elements < 0 or len(key) > _LIMIT_LINE_BYTES:
             raise self.damaged("a reference to no storage")
         if n_elements * dtype.itemsize > self.file_size:
             raise self.damaged(
@@ -578,21 +642,28 @@ class _Decoder:
         raise self.damaged("a tensor without a known type")
 
 
-def _checked_keys(keys: Sequence[Any]) -> Sequence[Any]:
-    """Return the keys of a dict or members of a set, if they can be hashed at once and apart.
+def _weigh_key(key: Any) -> tuple[int, bool]:
+    """Return what it costs to compare a key with an equal one, and whether its hash is the process's own.
 
-    A tuple's hash is computed anew from all that is in it, so that a few nested ones would take for ever; and
-    whole numbers from 2^61 - 1 on hash like smaller ones.
+    An empty text's is not. A tuple's is computed anew from all that is in it, so that a few nested ones would
+    take for ever; and whole numbers from 2^61 - 1 on hash like smaller ones.
+
+    Raises:
+        ValueError: it can be no key.
     """
-    for key in keys:
-        if type(key) is tuple and len(key) <= _LIMIT_KEY_PARTS:
-            parts: Iterable[Any] = key
-        else:
-            parts = (key,)
-        for part in parts:
-            if type(part) not in _KEY_TYPES or (type(part) is int and abs(part) >= 1 << 60):
-                raise ValueError("a key that is no plain value")
-    return keys
+    if type(key) is str and key:
+        return 1 + len(key) // _CHARACTERS_IN_ONE, True
+    is_tuple = type(key) is tuple and len(key) <= _LIMIT_KEY_PARTS
+    parts: Sequence[Any] = key if is_tuple else (key,)
+    weight = 1 + is_tuple * _PART_WEIGHT * len(parts)
+    n_salted = 0
+    for part in parts:
+        if type(part) not in _KEY_TYPES or (type(part) is int and abs(part) >= 1 << 60):
+            raise ValueError("a key that is no plain value")
+        if type(part) in (str, bytes) and part:
+            weight += len(part) // _CHARACTERS_IN_ONE
+            n_salted += 1
+    return weight, 0 < len(parts) == n_salted
 
 
 def _read_number(kind: Callable[[bytes], Any], line: bytes) -> Any:
@@ -672,16 +743,16 @@ _OPCODES: dict[int, Callable[[_Decoder], None]] = {
     ord("s"): lambda decoder: decoder.extend_dict(decoder.pop_last(2)),
     ord("u"): lambda decoder: decoder.extend_dict(decoder.pop_mark()),
     0x8F: lambda decoder: decoder.push_container(set()),
-    0x91: lambda decoder: decoder.push_container(set(_checked_keys(decoder.pop_mark()))),
+    0x91: lambda decoder: decoder.push_container(decoder.store_members(set(), decoder.pop_mark())),
     0x90: lambda decoder: decoder.extend_set(decoder.pop_mark()),
     # what is remembered
     ord("p"): lambda decoder: decoder.remember(_read_number(int, decoder.take_line())),
     ord("q"): lambda decoder: decoder.remember(decoder.take_number(1)),
     ord("r"): lambda decoder: decoder.remember(decoder.take_number(4)),
     0x94: lambda decoder: decoder.remember(len(decoder.memo)),
-    ord("g"): lambda decoder: decoder.stack.append(decoder.memo[_read_number(int, decoder.take_line())]),
-    ord("h"): lambda decoder: decoder.stack.append(decoder.memo[decoder.take_number(1)]),
-    ord("j"): lambda decoder: decoder.stack.append(decoder.memo[decoder.take_number(4)]),
+    ord("g"): lambda decoder: decoder.recall(_read_number(int, decoder.take_line())),
+    ord("h"): lambda decoder: decoder.recall(decoder.take_number(1)),
+    ord("j"): lambda decoder: decoder.recall(decoder.take_number(4)),
     # names and objects
     ord("c"): lambda decoder: decoder.push_name(decoder.take_name(), decoder.take_name()),
     0x93: lambda decoder: decoder.push_name(*decoder.pop_last(2)),

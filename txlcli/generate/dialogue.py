@@ -58,7 +58,7 @@ class Dialogue:
             UserError: the cache does not fit in memory, or the model predicts something that is not a number.
         """
         self._append(added.ids)
-        assert len(self._last), "the first text has at least the token that an empty one starts from"
+        assert len(self._unread), "the first text has at least the token that an empty one starts from"
         window = self._lengths.mem_len
         sample = Sample(self.n_answers, self._tokenizer, added.text, self._last, self._options, window)
         self.n_answers += 1
@@ -80,7 +80,7 @@ class Dialogue:
 
     def _read(self) -> Floats:
         """Read what was added last, and return the log-probabilities of the next token: [V]."""
-        ids, self._unread = self._unread, self._unread[:0]
+        ids = self._unread
         with fits_in_memory(self._model, self._lengths, 1):
             if self._cache is None:
                 log_probs, self._cache = read_prompt(
@@ -89,5 +89,6 @@ class Dialogue:
             else:
                 tokens = torch.from_numpy(ids)[None].to(self._model.device)
                 log_probs, self._cache = feed(self._model, tokens, self._cache, precision=self._precision)
+        self._unread = ids[:0]
         row: Floats = numbers(log_probs)[0]
         return row

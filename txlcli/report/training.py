@@ -1,6 +1,5 @@
 """A training as people see it: the plan, one progress bar, evaluations with a line of text, the end."""
 
-import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,7 +7,15 @@ from typing import TYPE_CHECKING, NoReturn
 
 from txlcli.report.screen import Screen, facts_table
 from txlcli.report.stages import Stages, close_bar, open_bar
-from txlcli.report.text import count_text, duration_text, escape_line, number_text, one_line, size_text
+from txlcli.report.text import (
+    count_text,
+    duration_text,
+    escape_line,
+    number_text,
+    one_line,
+    shell_text,
+    size_text,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -179,7 +186,7 @@ class Training:
         self.results.draw(
             facts_table(finished_facts(event, elapsed_s, self._scope, self._best_scope), style="bold")
         )
-        folder = escape_line(shlex.quote(str(event.run.folder)))
+        folder = shell_text(str(event.run.folder))
         mem_lens = ",".join(str(factor * event.mem_len) for factor in (0, 1, 2, 4))
         hints = [
             f"txl generate --run {folder} --prompt 'Once'",
