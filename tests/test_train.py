@@ -681,6 +681,17 @@ def test_memory_that_runs_out_names_the_flags_to_lower(
     )
 
 
+def test_memory_that_runs_out_before_the_first_step_is_told_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ready = make_run(tmp_path)
+    monkeypatch.setattr(TransformerXL, "initialize", _burst_this_cpu)
+    with pytest.raises(UserError, match=r"^cpu: out of memory at batch_size 4, .* or raise --accumulate$"):
+        list(train(ready.run, ready.config))
+    with pytest.raises(UserError, match=r"^cpu: out of memory at batch_size "):
+        make_run(tmp_path, "timed", steps=None, minutes=1.0)
+
+
 def test_a_disk_that_fills_up_ends_the_run_with_its_checkpoints_intact(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

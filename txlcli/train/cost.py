@@ -206,8 +206,8 @@ def _measure(
     cuda = [device.index or 0] if device.type == "cuda" else []
     with run_on(config.machine), torch.random.fork_rng(cuda), open_split(run.folder, "train") as store:
         batches = Batches(store, config.optim.batch_size, config.model.tgt_len)
-        state = TrainState.start(config, batches, tokenizer.n_vocab, device=device, precision=precision)
         try:
+            state = TrainState.start(config, batches, tokenizer.n_vocab, device=device, precision=precision)
             compile_s, fault = _measure_compilation(state) if config.machine.compile else (0.0, None)
             step_s = _measure_steps(state, config, length_s, should_stop)
             eval_s, eval_token_s = _measure_evaluation(state, run, tokenizer, should_stop)

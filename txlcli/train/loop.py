@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from txlcli import UserError
 from txlcli.config import Config
 from txlcli.data import CHECKING, SplitInfo
-from txlcli.device import is_out_of_memory
+from txlcli.device import choose_device, is_out_of_memory
 from txlcli.files import describe_error
 from txlcli.plan import minutes_text
 from txlcli.run import Run, append_metrics, read_bits_per_byte, writing
@@ -76,6 +76,11 @@ def train(
             first, stop = session.state.counters.step, min(session.steps, stop_at or session.steps)
             stack.enter_context(session.state.batches.reading_ahead(first, stop))
             yield from _run(session, should_stop, stop_at, _Clock(session, budget))
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            device = choose_device(config.machine.device)
+            raise out_of_memory(config, device, "" if session is None else session.last_good()) from error
         except (OSError, UserError) as error:
             # A disk that is full, or gone. Lines of metrics after the last checkpoint go when it is resumed.
             cause = error if isinstance(error, OSError) else error.__cause__
@@ -111,7 +116,7 @@ def _run(
             break
         rate = learning_rate(session.state.counters.step + 1, config.optim, session.steps)
         with clock.stepping():
-            result = _step(session, rate)
+            result = optimize(session.state, rate=rate, clip=config.optim.clip)
         yield from _tell(session, result, rate, clock)
         yield from clock.overrun()
     if session.saved != session.progress:
@@ -170,8 +175,7 @@ def _compile(session: Session, should_stop: Callable[[], bool]) -> Iterator[Even
     try:
         if should_stop():
             return
-        with _guarded(session):
-            fault = session.state.compile()
+        fault = session.state.compile()
     except KeyboardInterrupt:
         if not should_stop():
             raise
@@ -183,22 +187,6 @@ def _compile(session: Session, should_stop: Callable[[], bool]) -> Iterator[Even
 def _told_uncompiled(fault: str | None) -> Iterator[Event]:
     if fault is not None:
         yield Notice(f"compile: failed, {fault}; going on uncompiled")
-
-
-def _step(session: Session, rate: float) -> StepResult:
-    with _guarded(session):
-        return optimize(session.state, rate=rate, clip=session.config.optim.clip)
-
-
-@contextmanager
-def _guarded(session: Session) -> Iterator[None]:
-    """Turn memory that runs out into a mistake that the user can mend."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise out_of_memory(session.config, session.state.device, session.last_good()) from error
 
 
 def _tell(session: Session, result: StepResult, rate: float, clock: "_Clock") -> Iterator[Event]:
