@@ -890,6 +890,8 @@ def test_what_a_model_cannot_read_ends_nothing_at_a_terminal(hold):
 
 
 def test_ctrl_c_ends_an_answer_and_then_the_command(hold):
+    notices = []
+
     def stop(conversation, interruption):
         answer, n_events = conversation.lm.answer, iter(range(100))
 
@@ -897,12 +899,14 @@ def test_ctrl_c_ends_an_answer_and_then_the_command(hold):
             for event in answer(*args):
                 if next(n_events) == 1:
                     interruption.stop()
+                notices.append(interruption.notice)
                 yield event
 
         # A frozen dataclass, of which this test needs one that is interrupted.
         object.__setattr__(conversation.lm, "answer", interrupted)
 
     told, shown = hold(b"the \nthe \n", should_stop=stop)
+    assert set(notices) == {"ending this answer; once more to leave at once"}
     assert told == "» » » "
     first, second = shown.rstrip("\n").split("\n")[0], shown
     assert len(first) == 2
@@ -935,6 +939,14 @@ def test_what_does_not_go_with_it_is_refused(trained):
     )
     error = run("generate", "--run", trained, "--interactive", stdin=b"\xff\n", code=2).stderr
     assert error.splitlines()[-1].startswith("error: prompt: not UTF-8; got byte 0xff at offset 0; ")
+
+
+def test_the_hint_after_a_training_is_one_that_works(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args = ("train", text, *TINY, "--tokenizer", "char", "--steps", 1, "--out", "n")
+    told = run(*args, "--valid-fraction", 0).stderr
+    assert "txl eval FILE --run n --mem-len " in told
+    assert run("eval", text, "--run", "n", "--mem-len", "0").stdout
 
 
 def test_a_penalty_without_memory_to_look_at_is_told(trained):

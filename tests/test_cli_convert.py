@@ -17,7 +17,8 @@ from txlcli.cli import main
 from txlcli.cli.convert import _prompt
 from txlcli.config import Config, DataConfig, ModelConfig, flatten
 from txlcli.convert import Converted, Row
-from txlcli.report import Screen, converted_facts, shell_text, tensors_table
+from txlcli.files import shell_name
+from txlcli.report import Screen, converted_facts, tensors_table
 from txlcli.run import Run
 from txlcli.tokenizer import CorpusWordTokenizer, MosesTokenizer, TableTokenizer, load_tokenizer
 
@@ -138,9 +139,9 @@ def test_the_prompt_is_of_the_vocabulary_itself():
 
 
 def test_names_with_line_ends_stay_on_one_line():
-    assert shell_text("a b") == "'a b'"
-    assert shell_text("a\nb'c\\") == r"$'a\nb\'c\\'"
-    assert shell_text("runs/caf\udce9") == r"$'runs/caf\xe9'"
+    assert shell_name("a b") == "'a b'"
+    assert shell_name("a\nb'c\\") == r"$'a\nb\'c\\'"
+    assert shell_name("runs/caf\udce9") == r"$'runs/caf\xe9'"
     assert dict(converted_facts(replace(make(), source=Path("a\nb"))))["source"] == r"a\nb · the authors"
 
 

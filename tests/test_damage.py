@@ -1,6 +1,7 @@
 """Damage of a run's store: whoever would use the files is told, before anything is made of them."""
 
 import os
+import shlex
 import shutil
 import threading
 import zlib
@@ -301,25 +302,33 @@ def test_untouched_files_are_hashed_beside_the_steps(
     assert not third.is_checked
     assert {path.name for path in hashed} == {"test.ids", "test.counts", "test.left_out"}
     hashed.clear()
-    list(train(third.run, third.config, is_checked=third.is_checked))
+    list(train(third.run, third.config, is_checked=third.is_checked, stop_at=1))
     assert sorted(hashed) == sorted(third.run.data_folder / name for name in FILES)
+    hashed.clear()
+    ready = list(resume(third.run, {}))[-1]
+    assert isinstance(ready, Ready)
+    assert (ready.is_checked, hashed) == (False, [])
+    list(train(third.run, ready.config, is_checked=ready.is_checked))
+    assert len(hashed) == len(FILES)
     model = Path("checkpoints/step-0000002/model.safetensors")
     assert (third.run.folder / model).read_bytes() == (trained / model).read_bytes()
+    # What is set anew is written only where the run can go on, which is looked at before.
     hashed.clear()
     ready = list(resume(third.run, from_flags({"steps": 3})))[-1]
     assert isinstance(ready, Ready)
-    assert (ready.is_checked, hashed) == (False, [])
+    assert ready.is_checked
+    assert len(hashed) == len(FILES)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_damage_that_no_time_tells_ends_a_training_before_anything_is_saved(
     second: Run, trained: Path, name: str
 ) -> None:
-    model = Path("checkpoints/step-0000003/model.safetensors")
-    list(train(second, build(read_settings(second.config_path))))
+    model = Path("checkpoints/step-0000002/model.safetensors")
+    list(train(second, build(read_settings(second.config_path)), stop_at=1))
     before, sound = saved(second), (second.data_folder / name).read_bytes()
     harm_unseen(second.data_folder / name)
-    ready = list(resume(second, from_flags({"steps": 3})))[-1]
+    ready = list(resume(second, {}))[-1]
     assert isinstance(ready, Ready)
     with pytest.raises(UserError) as caught:
         list(train(second, ready.config, is_checked=ready.is_checked))
@@ -338,6 +347,55 @@ def test_damage_that_no_time_tells_ends_a_training_before_anything_is_saved(
     for run in (second, third.run):
         list(train(run, ready.config))
     assert (second.folder / model).read_bytes() == (third.run.folder / model).read_bytes()
+
+
+def test_a_run_that_took_damage_is_removed_and_its_command_repeated_prepares_anew(
+    second: Run, trained: Path
+) -> None:
+    harm_unseen(second.data_folder / "train.ids")
+    third, _ = begin_second(second, trained, "third")
+    assert (third.is_checked, third.is_taken) == (False, True)
+    with pytest.raises(UserError) as caught:
+        list(train(third.run, third.config, is_checked=False, is_taken=True))
+    fault = f"{third.run.data_folder / 'train.ids'}: damaged; {FAULTS['flipped']}"
+    assert str(caught.value) == (
+        f"{fault}; so are those of the run that they were taken from; {third.run.folder} is removed again; "
+        "repeat the command, which prepares the text anew"
+    )
+    assert not third.run.folder.exists()
+    third, events = begin_second(second, trained, "third")
+    assert len([text for text in told(events) if "cannot be taken" in text]) == 1
+    assert not third.is_taken
+    list(train(third.run, third.config, is_checked=third.is_checked, is_taken=third.is_taken))
+    model = Path("checkpoints/step-0000002/model.safetensors")
+    assert (third.run.folder / model).read_bytes() == (trained / model).read_bytes()
+
+
+def test_what_was_learned_before_the_damage_is_never_removed(second: Run) -> None:
+    config = build(read_settings(second.config_path))
+
+    def train_on() -> None:
+        for event in train(second, config, is_taken=True):
+            if isinstance(event, Saved) and event.step == 1:
+                (second.data_folder / "valid.ids").write_bytes(b"")
+
+    with pytest.raises(UserError, match=r"valid\.ids: damaged; it ends before token"):
+        train_on()
+    assert second.checkpoint_path(1).exists()
+
+
+def test_the_remedy_is_one_for_a_shell_and_knows_of_standard_input(run: Run) -> None:
+    folder = run.folder.rename(run.folder.with_name("it's a run"))
+    (folder / "data/train.ids").write_bytes(b"")
+    with pytest.raises(UserError) as caught:
+        list(resume(Run(folder), {}))
+    command = str(caught.value).split("txl train ")[1]
+    assert shlex.split(command) == ["-c", str(folder / "config.yaml")]
+    (folder / "stdin.txt").write_text("text")
+    with pytest.raises(UserError) as caught:
+        list(resume(Run(folder), {}))
+    command = str(caught.value).split("txl train ")[1]
+    assert shlex.split(command) == [str(Run(folder).stdin_path), "-c", str(folder / "config.yaml")]
 
 
 @pytest.fixture

@@ -240,7 +240,7 @@ RENAME = f"mend these bytes, name another encoding with --encoding, or {OTHERWIS
         (
             b"a\n\xe7\xb4",
             "utf-8",
-            f"not utf-8 at byte 2, line 2; got 0xe7 0xb4 at its end, the beginning of a character; {REMEDY}",
+            f"not utf-8 at byte 2, line 2; got 0xe7 0xb4 at its end, which is no whole character; {REMEDY}",
         ),
         (b"\xed\xa0\x80", "utf-8", f"not utf-8 at byte 0, line 1; got 0xed; {REMEDY}"),
         (b"ab\xff\n", "gb18030", f"not gb18030 at byte 2, line 1; got 0xff; {RENAME}"),
@@ -248,19 +248,19 @@ RENAME = f"mend these bytes, name another encoding with --encoding, or {OTHERWIS
         (
             "ab\n".encode("utf-16-le") + b"a",
             "utf-16-le",
-            f"not utf-16-le at byte 6, line 2; got 0x61 at its end, the beginning of a character; {RENAME}",
+            f"not utf-16-le at byte 6, line 2; got 0x61 at its end, which is no whole character; {RENAME}",
         ),
         (
             "ab\n".encode("utf-16-le") + b"a",
             "utf-16",
             "not utf-16 (little-endian, as it has no byte-order mark) at byte 6, line 2; "
-            f"got 0x61 at its end, the beginning of a character; {RENAME}",
+            f"got 0x61 at its end, which is no whole character; {RENAME}",
         ),
         (
             codecs.BOM_UTF16_BE + "ab\n".encode("utf-16-be") + b"a",
             "utf-16",
-            "not utf-16 (big-endian, by its byte-order mark) at byte 8, line 2; got 0x61 at its end, the "
-            f"beginning of a character; the rest looks like utf-16: mend these bytes, or {OTHERWISE}",
+            "not utf-16 (big-endian, by its byte-order mark) at byte 8, line 2; got 0x61 at its end, which "
+            f"is no whole character; the rest looks like utf-16: mend these bytes, or {OTHERWISE}",
         ),
         (
             "紅樓夢，曹雪芹，高鶚著。\n".encode() + b"caf\xe9\n",

@@ -518,6 +518,43 @@ def test_standard_input_is_copied_and_known_by_its_content(
     assert (run.folder / "stdin.txt").read_bytes() == path.read_bytes()
 
 
+@pytest.mark.parametrize("kind", ["char", "word"])
+def test_standard_input_stays_where_its_preparation_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """It cannot be had again; only while it is still read there is nothing to keep."""
+    path = write_corpus(tmp_path)
+    settings = from_flags({**TINY, "corpus": ("-",), "tokenizer": kind})
+    n_kept, n_allowed = 0, 0
+    while True:
+        asked = iter([False] * n_allowed)
+        with path.open("rb") as file:
+            monkeypatch.setattr(sys, "stdin", type("Stdin", (), {"buffer": file})())
+            events = list(
+                begin(
+                    settings,
+                    out=tmp_path / "run",
+                    should_stop=lambda asked=asked: next(asked, True),  # type: ignore[misc]
+                )
+            )
+        run = Run(tmp_path / "run")
+        if of_kind(events, Ready):
+            break
+        if run.folder.exists():
+            n_kept += 1
+            assert run.stdin_path.read_bytes() == path.read_bytes()
+            assert notices(events)[-1] == (
+                f"{run.folder}: keeps the text of standard input; "
+                f"`txl train --resume {run.folder}` prepares it anew"
+            )
+            assert sorted(os.listdir(run.folder)) == ["checkpoints", "config.yaml", "stdin.txt"]  # noqa: PTH208
+            kept = run.folder.rename(tmp_path / f"kept-{n_allowed}")
+        n_allowed += 1
+    assert n_kept > 2
+    assert isinstance(list(resume(Run(kept), {}))[-1], Ready)
+    assert store_of(kept)[0] == store_of(run.folder)[0]
+
+
 @pytest.mark.usefixtures("_settled")
 def test_nothing_is_written_beside_the_text(tmp_path: Path) -> None:
     folder = tmp_path / "texts"

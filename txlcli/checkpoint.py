@@ -71,6 +71,7 @@ from txlcli.files import (
     open_regular,
     read_at,
     read_bounded,
+    shell_name,
 )
 from txlcli.model import TransformerXL, clusters_of
 from txlcli.run import (
@@ -269,7 +270,7 @@ def newest_checkpoint(run: Run, *, with_state: bool) -> tuple[Path | None, str |
 
 def put_back(run: Run) -> str:
     """Say what to do where a run has no checkpoint left to go on from."""
-    return f"put a whole one back, or begin anew with `txl train -c {run.config_path}`"
+    return f"put a whole one back, or begin anew with `txl train -c {shell_name(run.config_path)}`"
 
 
 def find_damage(path: Path, *, with_state: bool) -> str | None:

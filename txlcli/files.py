@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import secrets
+import shlex
 import shutil
 import stat
 import sys
@@ -363,6 +364,17 @@ def inode_of(status: os.stat_result) -> int | None:
     Nothing that is kept depends on the numbers of Windows, which may have 128 bits.
     """
     return status.st_ino if os.name != "nt" and status.st_ino > 0 else None
+
+
+def shell_name(path: Path | str) -> str:
+    """Quote a file's name for the shell, on one line whatever is in it."""
+    name = str(path)
+    if name.isprintable():
+        return shlex.quote(name)
+    inside = (
+        os.fsencode(name).replace(b"\\", b"\\\\").replace(b"'", b"\\'").decode("utf-8", "backslashreplace")
+    )
+    return "$'" + "".join(one if one.isprintable() else ascii(one)[1:-1] for one in inside) + "'"
 
 
 def describe_kind(mode: int) -> str | None:

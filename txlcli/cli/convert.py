@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 from txlcli.cli.app import command
 from txlcli.cli.flags import JsonFlag, QuietFlag, argument, option
 from txlcli.cli.signals import listening
-from txlcli.report import Screen, converted_facts, facts_table, json_text, one_line, shell_text, tensors_table
+from txlcli.files import shell_name
+from txlcli.report import Screen, converted_facts, facts_table, json_text, one_line, tensors_table
 
 if TYPE_CHECKING:
     from txlcli.convert import Converted
@@ -74,7 +75,7 @@ def convert(
 
 def _hints(converted: "Converted") -> list[str]:
     """The commands to try next."""
-    folder = shell_text(str(converted.run.folder))
+    folder = shell_name(converted.run.folder)
     if converted.tokenizer is None:
         return [f"txl bench --run {folder}", "txl runs"]
     prompt = _prompt(converted.tokenizer)

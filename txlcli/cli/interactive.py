@@ -64,6 +64,7 @@ class Conversation:
         if self.is_typed and not self.screen.is_quiet:
             self.screen.stream.write(self.screen.fit(self.screen.style("» ", "dim")))
             self.screen.stream.flush()
+        self.interruption.notice = "leaving"
         self.interruption.is_raised = True
         try:
             line = read_stdin(is_line=True)
@@ -95,6 +96,7 @@ class Conversation:
         """Write the answer to something added."""
         from txlcli.generate import GeneratedText
 
+        self.interruption.notice = "ending this answer; once more to leave at once"
         for event in self.lm.answer(self._dialogue, prompt):
             if not self.is_json:
                 self._text.write(b"" if isinstance(event, GeneratedText) else event.text.encode())

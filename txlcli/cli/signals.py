@@ -19,12 +19,14 @@ class Interruption:
     are heard while the main thread is deep in a library too.
 
     Attributes:
+        notice: What the first signal is answered with.
         signal: The first signal; 0: none came.
         is_raised: The first also raises KeyboardInterrupt in the main thread: for work that takes long, asks
             nothing, and loses nothing that is not made again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, notice: str = "") -> None:
+        self.notice = notice
         self.signal = 0
         self.is_raised = False
 
@@ -32,7 +34,7 @@ class Interruption:
         """Say whether to stop."""
         return self.signal != 0
 
-    def heard(self, number: int, notice: str) -> None:
+    def heard(self, number: int) -> None:
         """Take a signal."""
         if self.signal:
             os._exit(128 + number)
@@ -41,7 +43,7 @@ class Interruption:
             # A terminal has just shown ^C in the middle of a line.
             start = "\n" if os.isatty(2) else ""
             # Not through sys.stderr, whose lock the main thread may hold.
-            os.write(2, f"{start}{notice}\n".encode())
+            os.write(2, f"{start}{self.notice}\n".encode())
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal in the main thread; Python hands its number to the descriptor by itself."""
@@ -67,7 +69,7 @@ class Interruption:
 @contextmanager
 def listening(notice: str) -> Iterator[Interruption]:
     """Listen for SIGINT and SIGTERM while the block runs."""
-    interruption = Interruption()
+    interruption = Interruption(notice)
     if threading.current_thread() is not threading.main_thread():
         yield interruption
         return
@@ -79,7 +81,7 @@ def listening(notice: str) -> Iterator[Interruption]:
     def watch() -> None:
         while data := reader.recv(1):
             if data[0] in (signal.SIGINT, signal.SIGTERM):
-                interruption.heard(data[0], notice)
+                interruption.heard(data[0])
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()

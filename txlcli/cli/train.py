@@ -146,6 +146,7 @@ def _events(
                     stop_at=stop_at,
                     budget=event.budget,
                     is_checked=event.is_checked,
+                    is_taken=event.is_taken,
                 )
     except training.NonFinite as error:
         raise Failed(str(error)) from error

@@ -36,7 +36,7 @@ the next one in the file is counted with it: its bytes, its characters, no word.
 from typing import TYPE_CHECKING, Any
 
 from txlcli.data.damage import CHECKING, CheckBeside, check_store, is_untouched
-from txlcli.data.info import SourceInfo, Split, SplitInfo, StoreInfo, TextInfo, read_store_info
+from txlcli.data.info import DamagedStore, SourceInfo, Split, SplitInfo, StoreInfo, TextInfo, read_store_info
 from txlcli.data.origin import Hashing, Look, Origin, hash_rules, reading_rules
 from txlcli.data.prepare import Prepared, encode_text, prepare
 from txlcli.data.reuse import (
@@ -67,6 +67,7 @@ __all__ = [
     "Batches",
     "CheckBeside",
     "Counts",
+    "DamagedStore",
     "Hashing",
     "Look",
     "Origin",

@@ -21,6 +21,10 @@ _MOST_VALUES = 1 << 22
 _LATEST_NS = 1 << 63
 
 
+class DamagedStore(UserError):
+    """A file of a store is gone, or is not what was written."""
+
+
 @dataclass(frozen=True)
 class FileInfo:
     """A file as it was written.
@@ -171,8 +175,11 @@ def text_name(sources: Sequence[SourceInfo]) -> str:
 
 def remedy_for(path: Path) -> str:
     """Say what to do about a damaged file of a run's store."""
-    config = path.parent.parent / "config.yaml"
-    return f"put it back, or repeat the run from its texts: txl train -c {config}"
+    run_dir = path.parent.parent
+    stdin = run_dir / "stdin.txt"
+    corpus = f"{files.shell_name(stdin)} " if stdin.exists() else ""  # it cannot be piped in twice
+    config = files.shell_name(run_dir / "config.yaml")
+    return f"put it back, or repeat the run from its texts: txl train {corpus}-c {config}"
 
 
 @contextmanager
@@ -182,7 +189,7 @@ def telling_remedy(path: Path) -> Iterator[None]:
         yield
     except UserError as error:
         text = str(error).removesuffix(f"; {remedy_for(path)}")
-        raise UserError(f"{text}; {remedy_for(path)}") from error
+        raise DamagedStore(f"{text}; {remedy_for(path)}") from error
 
 
 def _parse_store_info(data: Any) -> StoreInfo:  # Any: JSON of unknown shape, checked field by field

@@ -12,7 +12,15 @@ import numpy.typing as npt
 
 from txlcli import UserError, files
 from txlcli.data.damage import distrust
-from txlcli.data.info import Split, SplitInfo, StoreInfo, read_store_info, remedy_for, telling_remedy
+from txlcli.data.info import (
+    DamagedStore,
+    Split,
+    SplitInfo,
+    StoreInfo,
+    read_store_info,
+    remedy_for,
+    telling_remedy,
+)
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 
@@ -40,7 +48,7 @@ class TokenStore:
         ids = _read_items(self._fd, self.path, self._dtype, start, stop, self.n_tokens)
         if ids.size and int(ids.max()) >= self.n_vocab:
             distrust(self.path)
-            raise UserError(
+            raise DamagedStore(
                 f"{self.path}: damaged; got id {int(ids.max())} in a vocabulary of {self.n_vocab}; "
                 f"{remedy_for(self.path)}"
             )

@@ -24,7 +24,6 @@ from txlcli.report.text import (
     escape_line,
     json_text,
     one_line,
-    shell_text,
 )
 from txlcli.report.training import Training
 
@@ -46,7 +45,6 @@ __all__ = [
     "presets_table",
     "runs_table",
     "settings_table",
-    "shell_text",
     "tensors_table",
     "value_text",
     "window_table",

@@ -2,9 +2,7 @@
 
 import json
 import math
-import os
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 
 # What a terminal would obey instead of showing: C0 but tab and line ends, delete, C1; and the embeddings,
@@ -35,14 +33,6 @@ def one_line(text: str | bytes) -> str:
     source = text.encode("utf-8", "backslashreplace") if isinstance(text, str) else text
     shown = source.replace(b"\\", b"\\\\").decode("utf-8", "backslashreplace")
     return escape_controls(shown.translate({ord("\n"): "\\n", ord("\r"): "\\r", ord("\t"): "\\t"}))
-
-
-def shell_text(name: str) -> str:
-    """Quote a file's name for the shell, on one line whatever is in it."""
-    if name.isprintable():
-        return shlex.quote(name)
-    inside = one_line(os.fsencode(name)).replace("'", "\\'")
-    return f"$'{inside}'"
 
 
 def count_text(number: float) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
+from txlcli.files import shell_name
 from txlcli.report.screen import Screen, facts_table
 from txlcli.report.stages import Stages, close_bar, open_bar
 from txlcli.report.text import (
@@ -13,7 +14,6 @@ from txlcli.report.text import (
     escape_line,
     number_text,
     one_line,
-    shell_text,
     size_text,
 )
 
@@ -186,11 +186,12 @@ class Training:
         self.results.draw(
             facts_table(finished_facts(event, elapsed_s, self._scope, self._best_scope), style="bold")
         )
-        folder = shell_text(str(event.run.folder))
+        folder = shell_name(event.run.folder)
         mem_lens = ",".join(str(factor * event.mem_len) for factor in (0, 1, 2, 4))
         hints = [
             f"txl generate --run {folder} --prompt 'Once'",
-            f"txl eval --run {folder} --mem-len {mem_lens if event.mem_len else '0,64,128'}",
+            f"txl eval {'' if event.has_valid else 'FILE '}--run {folder} "
+            f"--mem-len {mem_lens if event.mem_len else '0,64,128'}",
         ]
         if event.has_test:
             hints.append(f"txl eval --run {folder} --split test")

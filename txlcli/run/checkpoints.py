@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from txlcli import UserError
-from txlcli.files import describe_error, discard_folder, look_at, read_bounded, write_whole
+from txlcli.files import describe_error, discard_folder, look_at, read_bounded, shell_name, write_whole
 from txlcli.run.folder import Run
 from txlcli.run.json_object import dump_json, parse_json
 
@@ -51,7 +51,8 @@ def choose_checkpoint(run: Run, which: str = "best") -> Path:
     steps = list_checkpoints(run)
     if not steps:
         raise UserError(
-            f"{run.folder}: has no checkpoint yet; continue it with `txl train --resume {run.folder}`"
+            f"{run.folder}: has no checkpoint yet; "
+            f"continue it with `txl train --resume {shell_name(run.folder)}`"
         )
     if which == "last":
         return run.checkpoint_path(steps[-1])

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from txlcli import UserError
-from txlcli.files import describe_error, is_folder, look_at, sync_folder, write_whole
+from txlcli.files import describe_error, is_folder, look_at, shell_name, sync_folder, write_whole
 from txlcli.run.folder import RUNS, Run
 from txlcli.run.writer import LOCK
 
@@ -117,7 +117,7 @@ def _make_given(path: Path) -> Run:
         raise _cannot_make(path, error) from error
     if not is_empty:
         is_run = look_at(path / "config.yaml") is not None
-        remedy = f"name another, or continue with `--resume {path}`" if is_run else "name another"
+        remedy = f"name another, or continue with `--resume {shell_name(path)}`" if is_run else "name another"
         raise UserError(f"--out: `{path}` exists and is not empty; {remedy}")
     return Run(path, tuple(missing))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from txlcli import UserError
 from txlcli.config import Config, build, read_settings
+from txlcli.files import shell_name
 from txlcli.run.checkpoints import list_checkpoints, read_pointers
 from txlcli.run.conversion import read_conversion
 from txlcli.run.folder import Run, read_asked
@@ -42,8 +43,8 @@ def describe_run(run: Run) -> RunSummary:
     """
     if read_asked(run) is not None:
         raise UserError(
-            f"{run.folder}: its text is not prepared; if nothing is at it, `txl train --resume {run.folder}` "
-            "begins anew"
+            f"{run.folder}: its text is not prepared; if nothing is at it, "
+            f"`txl train --resume {shell_name(run.folder)}` begins anew"
         )
     config = build(read_settings(run.config_path))
     conversion = read_conversion(run)

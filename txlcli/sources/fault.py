@@ -34,7 +34,7 @@ def not_text(source: Source, place: int, bad: bytes) -> NotText:
     """Word the refusal of bytes that are no text, with the remedy that fits what the file looks like."""
     got = " ".join(f"0x{byte:02x}" for byte in bad[:4])
     if place + len(bad) == source.n_bytes and len(bad) < 4 and _is_cut(source.codec, bad):
-        got += " at its end, the beginning of a character"
+        got += " at its end, which is no whole character"
     where = f"byte {place}, line {line_of(source, place)}"
     return NotText(f"{source.place}: not {source.told_codec} at {where}; got {got}; {_remedy(source, place)}")
 

@@ -152,6 +152,7 @@ class Ready:
         step: The step that it goes on from.
         is_checked: Its ids are surely those that were written; else training holds them against their
             checksums beside its first steps.
+        is_taken: They are those of a run beside it, so that it can be begun once more from its texts.
     """
 
     run: Run
@@ -160,6 +161,7 @@ class Ready:
     budget: "Budget | None" = None
     step: int = 0
     is_checked: bool = False
+    is_taken: bool = False
 
 
 @dataclass(frozen=True)
@@ -263,6 +265,7 @@ class Finished:
         last_score: The last score made, if any.
         mem_len: The memory length that it was trained with.
         is_best_lost: The checkpoint of the best step is damaged or gone, so that best is last.
+        has_valid: The run has held-out text.
         has_test: The run has a test text, which no training scores.
     """
 
@@ -276,6 +279,7 @@ class Finished:
     last_score: Score | None
     mem_len: int
     is_best_lost: bool = False
+    has_valid: bool = True
     has_test: bool = False
 
 

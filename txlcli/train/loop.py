@@ -12,11 +12,11 @@ from contextlib import ExitStack, contextmanager
 
 from txlcli import UserError
 from txlcli.config import Config
-from txlcli.data import CHECKING, SplitInfo
+from txlcli.data import CHECKING, DamagedStore, SplitInfo
 from txlcli.device import choose_device, is_out_of_memory
 from txlcli.files import describe_error
 from txlcli.plan import minutes_text
-from txlcli.run import Run, append_metrics, read_bits_per_byte, writing
+from txlcli.run import Run, append_metrics, discard_run, list_checkpoints, read_bits_per_byte, writing
 from txlcli.train.evaluating import evaluate_if_due
 from txlcli.train.events import Budget, Event, Finished, Notice, Progress, Skipped, Stepped
 from txlcli.train.machine import out_of_memory, run_on
@@ -48,6 +48,7 @@ def train(
     stop_at: int | None = None,
     budget: Budget | None = None,
     is_checked: bool = False,
+    is_taken: bool = False,
 ) -> Iterator[Event]:
     """Train a run to `config.train.steps`, from its last checkpoint if it has one, yielding what happened.
 
@@ -60,6 +61,7 @@ def train(
         budget: The time that the run should take; running over is said once.
         is_checked: As `Ready` says; else nothing is scored, and nothing that was learned is
             saved, before the ids are known to be sound.
+        is_taken: As `Ready` says; where its ids turn out to be damaged the run is removed again.
 
     Raises:
         NonFinite: loss or gradient norm were not finite too often, or weights are not.
@@ -67,6 +69,8 @@ def train(
             device has too little memory.
     """
     with ExitStack() as stack:
+        if is_taken:
+            stack.enter_context(_undone_if_damaged(run))
         stack.enter_context(run_on(config.machine))
         unlocked = stack.enter_context(writing(run))
         session = None
@@ -89,6 +93,22 @@ def train(
             unnamed = f"{run.folder}: cannot be written; {describe_error(cause)}"
             text = str(error) if isinstance(error, UserError) else unnamed
             raise UserError(text if session is None else f"{text}; {session.how_to_go_on(cause)}") from cause
+
+
+@contextmanager
+def _undone_if_damaged(run: Run) -> Iterator[None]:
+    """Remove a run whose ids, taken from another, are damaged: nothing has been learned from them."""
+    try:
+        yield
+    except DamagedStore as error:
+        if any(list_checkpoints(run)):  # beyond step 0: the damage came later
+            raise
+        discard_run(run)
+        fault = str(error).split("; put it back")[0]
+        raise DamagedStore(
+            f"{fault}; so are those of the run that they were taken from; {run.folder} is removed again; "
+            "repeat the command, which prepares the text anew"
+        ) from error
 
 
 def _run(
@@ -134,6 +154,7 @@ def _run(
         last_score=session.last_score,
         mem_len=config.model.mem_len,
         is_best_lost=session.is_best_lost,
+        has_valid=session.valid is not None,
         has_test=config.data.test is not None,
     )
 

@@ -25,7 +25,7 @@ from txlcli.config import (
     value_of,
 )
 from txlcli.device import has_bf16
-from txlcli.files import describe_error, write_whole
+from txlcli.files import describe_error, shell_name, write_whole
 from txlcli.plan import (
     Facts,
     Known,
@@ -82,7 +82,8 @@ def begin(
             origins of `settings` tell.
 
     Yields:
-        Events, the last of them `Ready`. Unless it comes the run's folder is removed again.
+        Events, the last of them `Ready`. Unless it comes the run's folder is removed again; but where the
+        user stops, one that holds all of standard input stays, and can be resumed.
 
     Raises:
         UserError: the text, the settings or the machine do not allow it.
@@ -92,7 +93,14 @@ def begin(
         is_from_file = any(sourced.origin != FLAG for sourced in settings.values())
     request = Request.of(settings, is_from_file, started, should_stop)
 
-    locks = ExitStack()
+    locks, kept = ExitStack(), list[Run]()
+
+    def undo(run: Run) -> None:
+        if should_stop() and run.stdin_path.exists():  # nobody else may have that text
+            clear(run)
+            kept.append(run)
+        else:
+            discard_run(run)
 
     def make(stack: ExitStack, paths: tuple[str, ...]) -> Run:
         if dry_run:
@@ -100,7 +108,7 @@ def begin(
         run = new_run(out, _stem(paths[0]) if paths else "corpus")
         # Another process may have begun in the same folder just now, which is then its own to discard.
         locks.enter_context(writing(run))
-        stack.callback(discard_run, run)
+        stack.callback(undo, run)
         sweep_run(run)
         write_asked(run, dump_settings(settings), is_from_file=is_from_file)
         return run
@@ -108,6 +116,9 @@ def begin(
     beside = RUNS if out is None else out.parent
     with locks:
         ready = yield from _until_ready(request, Place(make, beside, is_dry=dry_run))
+    for run in kept:
+        resume = f"txl train --resume {shell_name(run.folder)}"
+        yield Notice(f"{run.folder}: keeps the text of standard input; `{resume}` prepares it anew")
     if ready is not None:
         yield ready  # only now: a training takes the lock itself
 
@@ -198,7 +209,8 @@ def _prepare(request: Request, place: Place, stack: ExitStack) -> Generator[Even
         return None
     origins = {leaf.name: planned[leaf.name].origin if leaf.name in planned else DEFAULT for leaf in LEAVES}
     write_whole(run.config_path, dump(config, origins).encode())
-    return Ready(run, config, origins, budget, is_checked=taken is None or taken.is_checked)
+    is_checked = taken is None or taken.is_checked
+    return Ready(run, config, origins, budget, is_checked=is_checked, is_taken=taken is not None)
 
 
 class _Settled(NamedTuple):

@@ -24,7 +24,7 @@ from txlcli.config import (
 )
 from txlcli.data import Hashing, Look, StoreInfo, check_store, is_untouched, steps_per_epoch
 from txlcli.device import choose_device, choose_precision
-from txlcli.files import describe_error, write_whole
+from txlcli.files import describe_error, shell_name, write_whole
 from txlcli.plan import MINUTES, Facts, Known, Measured, last_eval_is_whole, minutes_text, steps_within
 from txlcli.run import (
     Run,
@@ -79,7 +79,7 @@ def resume(
         if not leaf(name).may_change:
             raise UserError(
                 f"{leaf(name).flag_for(sourced.value) or 'CORPUS'}: cannot change on resume; leave it out, "
-                f"or begin a new run: txl train -c {run.config_path}"
+                f"or begin a new run: txl train -c {shell_name(run.config_path)}"
             )
     end = None
     with writing(run):
@@ -108,7 +108,7 @@ def _make_ready(
     refuse_converted(
         run,
         "which has no training to continue; begin one with its weights: "
-        f"txl train CORPUS --init {run.folder}",
+        f"txl train CORPUS --init {shell_name(run.folder)}",
     )
     sweep_run(run)
     newest, saved = _read_saved(run)
@@ -118,8 +118,9 @@ def _make_ready(
             check_model(newest, old.model, info.n_vocab)
     given = next((name for name in LENGTHS if name in changes), None)
     is_timed = given == "minutes" or (given is None and old.train.steps is None)
-    # Steps that are timed read the ids; they take much longer than to check these.
-    is_checked = is_timed or not is_untouched(run.folder, info, TRAINED)
+    # Steps that are timed read the ids, and take much longer than to check these; and what is set anew is
+    # written only where the run can go on.
+    is_checked = is_timed or bool(changes) or not is_untouched(run.folder, info, TRAINED)
     if is_checked:
         yield from _check(run, info, should_stop)
     yield from _corpus_notices(info, should_stop)
@@ -136,7 +137,7 @@ def _make_ready(
     if reason is None:
         yield Ready(run, settled.config, origins, settled.budget, saved.step, is_checked)
     else:
-        yield from _told_finished(run, settled.config, saved, reason)
+        yield from _told_finished(run, settled.config, info, saved, reason)
 
 
 def _read_saved(run: Run) -> tuple[Path | None, Counters]:
@@ -264,7 +265,9 @@ def _write_changes(run: Run, changes: Settings, settled: _Settled) -> dict[str, 
     return origins
 
 
-def _told_finished(run: Run, config: Config, saved: Counters, reason: str) -> Iterator[Event]:
+def _told_finished(
+    run: Run, config: Config, info: StoreInfo, saved: Counters, reason: str
+) -> Iterator[Event]:
     """Do what ends a training, which may have been killed just before it did this itself, and say so."""
     lost_best, notices = look_for_best(run, saved)
     settle(run, saved, config.train.keep, lost_best)
@@ -285,6 +288,7 @@ def _told_finished(run: Run, config: Config, saved: Counters, reason: str) -> It
         last_score=None,
         mem_len=config.model.mem_len,
         is_best_lost=lost_best is not None,
+        has_valid="valid" in info.splits,
         has_test=config.data.test is not None,
     )
 

@@ -33,7 +33,7 @@ from txlcli.data import (
 )
 from txlcli.device import choose_device, choose_precision, environment
 from txlcli.evaluate import Score
-from txlcli.files import look_at
+from txlcli.files import look_at, shell_name
 from txlcli.plan import last_eval_is_whole
 from txlcli.run import (
     Pointers,
@@ -239,7 +239,7 @@ class Session:
             mend = "free some space"
         elif error.errno in _PERMISSION:
             mend = "see to its permissions"
-        return f"{saved}; {mend}, then `txl train --resume {self.run.folder}`"
+        return f"{saved}; {mend}, then `txl train --resume {shell_name(self.run.folder)}`"
 
 
 def read_text(run: Run) -> tuple[StoreInfo, Tokenizer]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from txlcli.cli.eval.request import Request
 from txlcli.cli.signals import Interruption
+from txlcli.files import shell_name
 from txlcli.report import Stages
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ def open_text(
             interruption.leave()
     if request.file is None:
         refuse_converted(
-            lm.run, f"which has no held-out text; name a file: txl eval FILE --run {lm.run.folder}"
+            lm.run,
+            f"which has no held-out text; name a file: txl eval FILE --run {shell_name(lm.run.folder)}",
         )
     store = stack.enter_context(open_split(folder, split))
     counts = stack.enter_context(open_counts(folder, split))
