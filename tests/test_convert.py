@@ -27,8 +27,9 @@ from txlcli.checkpoint import load_model
 from txlcli.cli import main
 from txlcli.config import ModelConfig, load
 from txlcli.convert import Row, convert
+from txlcli.convert.machine import Foreign
 from txlcli.convert.names import Kind, Naming
-from txlcli.convert.pickles import Foreign, read_pickled
+from txlcli.convert.pickles import read_pickled
 from txlcli.convert.settings import settings_of
 from txlcli.convert.sources import open_source
 from txlcli.convert.weights import match

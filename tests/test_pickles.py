@@ -24,8 +24,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from txlcli import UserError
-from txlcli.convert import allowed, pickles
-from txlcli.convert.pickles import Foreign, StoredTensor, read_pickled
+from txlcli.convert import allowed, machine, pickles
+from txlcli.convert.archive import StoredTensor
+from txlcli.convert.machine import Foreign
+from txlcli.convert.pickles import read_pickled
 
 HERE = Path("file.pt")
 
@@ -896,7 +898,7 @@ def test_keys_that_collide_are_refused(name: str, monkeypatch: pytest.MonkeyPatc
     """Each may take as many steps as there are keys, without one instruction more."""
     keys, far = chain()
     assert len(far) == 50
-    monkeypatch.setattr(pickles, "_LIMIT_PROBES", 1_500_000)
+    monkeypatch.setattr(machine, "_LIMIT_PROBES", 1_500_000)
     assert "got more than 1,500,000 steps between keys that collide" in refusal(
         pickled(COLLIDING[name](keys, far))
     )
@@ -909,7 +911,7 @@ def test_keys_of_checkpoints_do_not_count(monkeypatch: pytest.MonkeyPatch) -> No
     addresses = {"state": {140_000_000_000_000 + 64 * i: {"step": i} for i in shuffled}}
     found = read(pickle.dumps({"ids": dict(zip(shuffled, words, strict=True)), **addresses}, 2))
     assert found == {"ids": dict(zip(shuffled, words, strict=True)), **addresses}
-    monkeypatch.setattr(pickles, "_LIMIT_PROBES", 0)
+    monkeypatch.setattr(machine, "_LIMIT_PROBES", 0)
     for value in (
         dict(enumerate(words)),
         dict(enumerate(words, 1)),
@@ -925,7 +927,7 @@ def test_keys_of_checkpoints_do_not_count(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_long_texts_are_not_compared_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that are equal are compared to their ends, each time that one is stored in place of the other."""
-    monkeypatch.setattr(pickles, "_LIMIT_STEPS", 10_000)
+    monkeypatch.setattr(machine, "_LIMIT_STEPS", 10_000)
     long = Op.value("x" * 50_000)
     twice = long + b"q\x000" + long + b"q\x010}h\x00Ns"
     read(pickled(twice + b"h\x01Ns"))
@@ -934,7 +936,7 @@ def test_long_texts_are_not_compared_for_ever(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_places_to_remember_are_not_the_files_to_choose() -> None:
-    decoder = pickles._Decoder(HERE, pickled(b"N"), 0)
+    decoder = machine.Decoder(HERE, pickled(b"N"), 0)
     decoder.stack.append("a")
     decoder.remember(5)
     decoder.recall(5)
@@ -957,7 +959,7 @@ def test_values_that_contain_themselves_are_refused() -> None:
 
 def test_copies_count_as_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short pickle may ask for many copies of what it made once."""
-    monkeypatch.setattr(pickles, "_LIMIT_STEPS", 50_000)
+    monkeypatch.setattr(machine, "_LIMIT_STEPS", 50_000)
     items, pairs, text = b"](" + b"N" * 1000 + b"e", b"](" + b"NN\x86" * 1000 + b"e", Op.value("x" * 1000)
     of = {
         "set": Op.name("builtins", "set"),
@@ -975,12 +977,13 @@ def test_copies_count_as_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_bound_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, limit in (("STEPS", 1000), ("REMEMBERED", 100), ("CONTAINERS", 100)):
-        monkeypatch.setattr(pickles, f"_LIMIT_{name}", limit)
+        monkeypatch.setattr(machine, f"_LIMIT_{name}", limit)
     assert "got more than 1,000 steps" in refusal(pickled(b"N0" * 600))
     assert "got more than 100 remembered values" in refusal(pickled(b"N" + b"\x94" * 101))
     for op in (b"]", b"}", b"(", b")", b"\x8f", b"N\x85", Op.name("torch", "float32")):
         assert "got more than 100 containers" in refusal(pickled(op * 101))
-    monkeypatch.setattr(pickles, "_LIMIT_PICKLE_BYTES", 100)
+    for module in (machine, pickles):
+        monkeypatch.setattr(module, "LIMIT_PICKLE_BYTES", 100)
     data = in_zip(Op.value("x" * 200))
     assert "got more than 100 bytes of pickle" in refusal(data)
     assert "got more than 100 bytes of pickle" in refusal(pickled(Op.value("x" * 200)))

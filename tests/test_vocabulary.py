@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from txlcli import UserError
 from txlcli.config import DataConfig
-from txlcli.convert.pickles import Foreign
+from txlcli.convert.machine import Foreign
 from txlcli.convert.vocabulary import Vocabulary, read_vocab, vocabulary_of
 from txlcli.data import encode_text, open_counts, open_split
 from txlcli.generate import encode_prompt

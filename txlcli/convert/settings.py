@@ -23,8 +23,8 @@ from typing import Any, Literal, TypeVar
 
 from txlcli import UserError
 from txlcli.config import LEAVES, Leaf, ModelConfig, SettingError, build_section, shown
+from txlcli.convert.machine import Foreign
 from txlcli.convert.names import Kind, Naming
-from txlcli.convert.pickles import Foreign
 from txlcli.convert.sources import CONFIG_REMEDY, Source, SourceTensor, children, show
 from txlcli.model import clusters_of
 

@@ -23,8 +23,9 @@ from txlcli import UserError
 from txlcli.checkpoint import open_tensors
 from txlcli.config import shown
 from txlcli.convert.archive import StoredTensor
+from txlcli.convert.machine import Foreign
 from txlcli.convert.names import Kind
-from txlcli.convert.pickles import Foreign, open_or_advise, read_pickled
+from txlcli.convert.pickles import open_or_advise, read_pickled
 from txlcli.convert.vocabulary import read_vocab
 from txlcli.files import describe_error, is_folder, look_at, read_bounded
 from txlcli.run import parse_json

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from txlcli import UserError
-from txlcli.convert.pickles import Foreign, read_pickled
+from txlcli.convert.machine import Foreign
+from txlcli.convert.pickles import read_pickled
 from txlcli.files import json_fault, load_json, read_bounded
 from txlcli.tokenizer import MAX_VOCAB, CorpusWordTokenizer, TableTokenizer, Tokenizer
 
