@@ -51,12 +51,14 @@ losses: $(INSTALLED) demo/corpus.txt ## Compare 50 steps with those of another c
 	$(BIN)/python -c "$$COMPARE" demo/losses/before demo/losses/after
 
 # A pinned torch makes two machines test the same thing; pip's own settings say where it comes from, and a build
-# that is there already is taken.
+# that is there already is taken. So is the Triton of a build for CUDA, which wants no other.
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "error: needs Python 3.10 or newer; got $$($(PYTHON) --version); try make PYTHON=python3.12" >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install "torch==2.13.0"
+	$(BIN)/python -c "import triton" 2>/dev/null || \
+	  test "$$(uname -sm)" != "Linux x86_64" || $(BIN)/python -m pip install "triton==3.6.0"
 	$(BIN)/python -m pip install --editable ".[dev]"
 	@touch $@
 
