@@ -1,6 +1,6 @@
 """The Triton kernels compile for NVIDIA's GPUs, with the registers and memory that these have; needs no GPU.
 
-What spills is written down as Triton 3.6.0 compiles; 3.7.1 spills 4 to 12 bytes more in 4 of the 54 slow cases.
+What spills is written down as Triton 3.6.0 has it; 3.7.1 spills 4 to 12 bytes more in 4 of the 54 slow cases.
 
 Run as a script, this file compiles what it reads from stdin: in a process of its own, since other tests of
 the same process may have imported the kernels for Triton's interpreter.
