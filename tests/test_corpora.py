@@ -281,7 +281,7 @@ def test_bad_files_are_refused_and_leave_nothing(books: Path) -> None:
     assert refusal(books, "--out", "r").startswith("books/e.txt: gzip file cut short at byte ")
     Path("cut.txt").write_bytes(TEXT.encode() + "紅".encode()[:2])
     assert refusal("cut.txt", "--tokenizer", "char", "--out", "r").startswith(
-        f"cut.txt: not utf-8 at byte {len(TEXT)}, line 61; got 0xe7 0xb4 at its end, the beginning of"
+        f"cut.txt: not utf-8 at byte {len(TEXT)}, line 61; got 0xe7 0xb4 at its end, which is no whole"
     )
 
 
