@@ -1,5 +1,6 @@
 """Damage of a run's store: whoever would use the files is told, before anything is made of them."""
 
+import errno
 import os
 import shlex
 import shutil
@@ -24,6 +25,7 @@ from txlcli.cli import main
 from txlcli.cli.signals import Interruption
 from txlcli.config import build, from_flags, override, read_settings
 from txlcli.data import (
+    DamagedStore,
     Origin,
     StoredRun,
     StoreInfo,
@@ -369,6 +371,18 @@ def test_a_run_that_took_damage_is_removed_and_its_command_repeated_prepares_ane
     list(train(third.run, third.config, is_checked=third.is_checked, is_taken=third.is_taken))
     model = Path("checkpoints/step-0000002/model.safetensors")
     assert (third.run.folder / model).read_bytes() == (trained / model).read_bytes()
+
+
+def test_a_run_whose_ids_cannot_be_read_is_not_removed(second: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path, *_: Any) -> Iterator[int]:
+        error = OSError(errno.EIO, os.strerror(errno.EIO))
+        raise UserError(f"{path}: cannot be read; input/output error") from error
+
+    monkeypatch.setattr(damage, "check_written", fail)
+    with pytest.raises(UserError, match=r"train\.ids: cannot be read; input/output error; ") as caught:
+        list(train(second, build(read_settings(second.config_path)), is_taken=True))
+    assert not isinstance(caught.value, DamagedStore)
+    assert second.data_folder.exists()
 
 
 def test_what_was_learned_before_the_damage_is_never_removed(second: Run) -> None:

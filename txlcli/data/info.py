@@ -22,7 +22,11 @@ _LATEST_NS = 1 << 63
 
 
 class DamagedStore(UserError):
-    """A file of a store is gone, or is not what was written."""
+    """A file of a store is not what was written; `fault` is the message without what to do."""
+
+    def __init__(self, fault: str, remedy: str) -> None:
+        super().__init__(f"{fault}; {remedy}")
+        self.fault = fault
 
 
 @dataclass(frozen=True)
@@ -184,12 +188,15 @@ def remedy_for(path: Path) -> str:
 
 @contextmanager
 def telling_remedy(path: Path) -> Iterator[None]:
-    """End each error of the block about this file with what to do."""
+    """End each error of the block about this file with what to do; one that cannot be read is no damage."""
     try:
         yield
     except UserError as error:
-        text = str(error).removesuffix(f"; {remedy_for(path)}")
-        raise DamagedStore(f"{text}; {remedy_for(path)}") from error
+        remedy = remedy_for(path)
+        fault = str(error).removesuffix(f"; {remedy}")
+        if isinstance(error.__cause__, OSError):
+            raise UserError(f"{fault}; {remedy}") from error.__cause__
+        raise DamagedStore(fault, remedy) from error
 
 
 def _parse_store_info(data: Any) -> StoreInfo:  # Any: JSON of unknown shape, checked field by field

@@ -49,8 +49,8 @@ class TokenStore:
         if ids.size and int(ids.max()) >= self.n_vocab:
             distrust(self.path)
             raise DamagedStore(
-                f"{self.path}: damaged; got id {int(ids.max())} in a vocabulary of {self.n_vocab}; "
-                f"{remedy_for(self.path)}"
+                f"{self.path}: damaged; got id {int(ids.max())} in a vocabulary of {self.n_vocab}",
+                remedy_for(self.path),
             )
         return ids
 
@@ -120,9 +120,9 @@ class Counts:
             return np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64)
         size = self.left_out.stat().st_size
         if size % 16 or size > 16 * self.n_tokens:
-            raise UserError(
-                f"{self.left_out}: damaged; got {size:,} bytes for {self.n_tokens:,} tokens; "
-                f"{remedy_for(self.left_out)}"
+            raise DamagedStore(
+                f"{self.left_out}: damaged; got {size:,} bytes for {self.n_tokens:,} tokens",
+                remedy_for(self.left_out),
             )
         data = files.read_bounded(self.left_out, size)
         positions, n_bytes = np.frombuffer(data, dtype="<u8").astype(np.int64).reshape(-1, 2).T
@@ -163,9 +163,9 @@ def _read_items(
     except OSError as error:
         raise UserError(f"{path}: cannot be read; {files.describe_error(error)}") from error
     if len(data) != n_bytes:
-        raise UserError(
-            f"{path}: damaged; it ends before token {stop:,}, it was cut since it was opened; "
-            f"{remedy_for(path)}"
+        raise DamagedStore(
+            f"{path}: damaged; it ends before token {stop:,}, it was cut since it was opened",
+            remedy_for(path),
         )
     return np.frombuffer(data, dtype)
 

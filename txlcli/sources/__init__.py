@@ -15,6 +15,7 @@ from txlcli.sources.corpus import (
     Source,
     Spaces,
     check_unchanged,
+    list_some,
 )
 from txlcli.sources.documents import NotJsonLines, Part
 from txlcli.sources.encoding import find_encoding
@@ -63,6 +64,7 @@ __all__ = [
     "find_split",
     "guess_script",
     "held_out_start",
+    "list_some",
     "read_chunks",
     "read_text",
     "search_corpus",

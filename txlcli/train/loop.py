@@ -104,10 +104,9 @@ def _undone_if_damaged(run: Run) -> Iterator[None]:
         if any(list_checkpoints(run)):  # beyond step 0: the damage came later
             raise
         discard_run(run)
-        fault = str(error).split("; put it back")[0]
         raise DamagedStore(
-            f"{fault}; so are those of the run that they were taken from; {run.folder} is removed again; "
-            "repeat the command, which prepares the text anew"
+            f"{error.fault}; so are those of the run that they were taken from",
+            f"{run.folder} is removed again; repeat the command, which prepares the text anew",
         ) from error
 
 

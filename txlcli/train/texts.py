@@ -19,9 +19,17 @@ from txlcli.data import (
     trusted_hash,
 )
 from txlcli.run import Run
-from txlcli.sources import Chunk, Corpus, Survey, read_chunks, search_corpus, survey
-from txlcli.sources.corpus import list_some
-from txlcli.sources.survey import VALID_BYTES_MAX, VALID_FRACTION
+from txlcli.sources import (
+    VALID_BYTES_MAX,
+    VALID_FRACTION,
+    Chunk,
+    Corpus,
+    Survey,
+    list_some,
+    read_chunks,
+    search_corpus,
+    survey,
+)
 from txlcli.train.events import Event, Found, Notice, Progress
 from txlcli.train.place import Place
 from txlcli.train.request import Request
